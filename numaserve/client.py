@@ -1,0 +1,158 @@
+"""A client for programs without an event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from numaserve._channel import (
+    DEFAULT_ADDRESS,
+    DEFAULT_KEEPALIVE_SECONDS,
+    DEFAULT_MAX_MESSAGE_BYTES,
+    channel_options,
+    channel_target,
+)
+from numaserve._fields import EmbedInputs, Message, chat_messages, embed_request, infer_request
+from numaserve.errors import InferenceError
+from numaserve.v1 import inference_pb2, inference_pb2_grpc
+
+
+class Client:
+    """Calls one server, or several in turn ("a:50051,b:50051"). Threads may share it.
+
+    `timeout` in seconds is the deadline of each call that sets none. `keepalive_seconds` None sends no pings.
+    `options` are further channel options. Every method raises InferenceError when its call fails.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout: float | None = None,
+        keepalive_seconds: float | None = DEFAULT_KEEPALIVE_SECONDS,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        credentials: grpc.ChannelCredentials | None = None,
+        options: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        target = channel_target(address)
+        settings = [*channel_options(target, keepalive_seconds, max_message_bytes), *options]
+        if credentials is None:
+            self._channel = grpc.insecure_channel(target, settings)
+        else:
+            self._channel = grpc.secure_channel(target, credentials, settings)
+        self._timeout = timeout
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def infer(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Iterable[Message] | None = None,
+        max_tokens: int | None = None,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> inference_pb2.InferResponse:
+        """The whole answer. `fields` are InferRequest's own; messages may be dicts or (role, content)."""
+        request = infer_request(fields | {"prompt": prompt, "messages": messages, "max_tokens": max_tokens})
+        return self._unary(self._inference.Infer, request, timeout)
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Iterable[Message] | None = None,
+        max_tokens: int | None = None,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> Generator[inference_pb2.InferStreamResponse]:
+        """The answer in parts, as it is made; arguments as for `infer`. Closing the iterator cancels it."""
+        request = infer_request(fields | {"prompt": prompt, "messages": messages, "max_tokens": max_tokens})
+        return self._parts(request, timeout)
+
+    def embed(
+        self,
+        inputs: EmbedInputs,
+        *,
+        pooling: str = "mean",
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> inference_pb2.EmbedResponse:
+        """A vector for each input: a text, a list of token ids, or several of either. `pooling` is "mean" or "last"."""
+        request = embed_request(inputs, pooling, fields)
+        return self._unary(self._inference.Embed, request, timeout)
+
+    def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Iterable[Message] | None = None,
+        add_special_tokens: bool = True,
+        model: str = "",
+        timeout: float | None = None,
+    ) -> inference_pb2.TokenizeResponse:
+        """The token ids of a text or a conversation, as `infer` would see them."""
+        request = inference_pb2.TokenizeRequest(
+            model=model,
+            text=text,
+            messages=chat_messages(messages or ()),
+            add_special_tokens=add_special_tokens,
+        )
+        return self._unary(self._inference.Tokenize, request, timeout)
+
+    def model_info(
+        self, model: str = "", *, timeout: float | None = None
+    ) -> inference_pb2.GetModelInfoResponse:
+        """What is served."""
+        request = inference_pb2.GetModelInfoRequest(model=model)
+        return self._unary(self._inference.GetModelInfo, request, timeout)
+
+    def health(self, service: str = "", *, timeout: float | None = None) -> str:
+        """ "SERVING" or "NOT_SERVING"."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        response = self._unary(self._health.Check, request, timeout)
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+
+    def wait_until_serving(self, timeout: float) -> None:
+        """Return once the server is there and SERVING; raises InferenceError after `timeout` seconds."""
+        request = health_pb2.HealthCheckRequest()
+        call = self._health.Watch(request, timeout=timeout, wait_for_ready=True)
+        try:
+            for response in call:
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        except grpc.RpcError as error:
+            raise InferenceError.from_rpc_error(error) from None
+        finally:
+            call.cancel()
+        raise InferenceError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down")
+
+    def close(self) -> None:
+        """Close the channel; calls that still run are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _unary(self, method: grpc.UnaryUnaryMultiCallable, request: Any, timeout: float | None) -> Any:
+        try:
+            return method(request, timeout=self._timeout if timeout is None else timeout)
+        except grpc.RpcError as error:
+            raise InferenceError.from_rpc_error(error) from None
+
+    def _parts(
+        self, request: inference_pb2.InferRequest, timeout: float | None
+    ) -> Generator[inference_pb2.InferStreamResponse]:
+        call = self._inference.InferStream(request, timeout=self._timeout if timeout is None else timeout)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise InferenceError.from_rpc_error(error) from None
+        finally:
+            call.cancel()

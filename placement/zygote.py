@@ -1,0 +1,190 @@
+"""The preforked parent of one unit: pinned, everything imported, weights mapped. It only forks, and reaps.
+
+It never runs a parallel operation, never starts gRPC and never has a second thread: forked children of a process with
+threads inherit locks that nobody will release (POSIX fork(3p)). It starts as `python -m placement.zygote FD`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from placement.binding import bind_process
+from placement.board import Board
+from placement.logs import configure_logging
+from placement.messages import (
+    AttachSegment,
+    Channel,
+    ChildExited,
+    Forked,
+    ForkLoader,
+    ForkWorker,
+    Message,
+    SegmentAttached,
+    ZygoteConfig,
+    ZygoteReady,
+)
+from placement.segment import Segment
+
+log = logging.getLogger("numaserve.zygote")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def resolve(entry: str) -> Callable[..., Any]:
+    """The function that "package.module:function" names."""
+    module, _, function = entry.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def count_threads() -> int:
+    """Threads of this process."""
+    return len(os.listdir("/proc/self/task"))
+
+
+class Zygote:
+    """The loop of one zygote."""
+
+    def __init__(self, channel: Channel, config: ZygoteConfig) -> None:
+        self._channel = channel
+        self._config = config
+        self._prepared: Any = None
+        self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> None:
+        """Serve the launcher until it closes the channel."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+        bindings = bind_process(self._config.cpus, self._config.memory_nodes, self._config.strict_memory)
+        for module in self._config.preload:
+            importlib.import_module(module)
+        self._channel.send(ZygoteReady(os.getpid(), tuple(map(str, bindings))))
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        poll.register(self._wakeup_read, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            if self._wakeup_read in ready:
+                os.read(self._wakeup_read, 512)
+                self._reap()
+            if self._channel.fileno() in ready:
+                received = self._channel.receive()
+                if received is None:
+                    return
+                self._handle(*received)
+
+    def _handle(self, message: Message, descriptors: list[int]) -> None:
+        match message:
+            case ForkLoader():
+                child_channel = Channel.from_fd(descriptors[0])
+                entry = resolve(self._config.loader_entry)
+                self._fork(-1, child_channel, lambda: entry(child_channel, self._config))
+            case AttachSegment():
+                self._attach(message, descriptors[0])
+            case ForkWorker():
+                child_channel, board_fd = Channel.from_fd(descriptors[0]), descriptors[1]
+                entry = resolve(self._config.worker_entry)
+                self._fork(
+                    message.index,
+                    child_channel,
+                    lambda: entry(self._prepared, message, child_channel, Board(board_fd)),
+                )
+                os.close(board_fd)
+            case _:
+                raise TypeError(f"zygote cannot handle {message!r}")
+
+    def _attach(self, message: AttachSegment, fd: int) -> None:
+        try:
+            segment = Segment(fd)
+            os.close(fd)
+            self._prepared = resolve(self._config.prepare_entry)(segment, self._config, message.verdict)
+        except (ValueError, OSError) as error:
+            self._channel.send(SegmentAttached(error=str(error)))
+            return
+        except Exception as error:
+            log.exception("cannot prepare to serve")
+            self._channel.send(SegmentAttached(error=f"{type(error).__name__}: {error}"))
+            return
+        # What exists now never dies: frozen objects are not visited by the collector, so children do not copy their pages.
+        gc.collect()
+        gc.freeze()
+        self._channel.send(SegmentAttached())
+
+    def _fork(self, index: int, child_channel: Channel, run: Callable[[], None]) -> None:
+        threads = count_threads()
+        if threads != 1:
+            child_channel.close()
+            self._channel.send(Forked(index, 0, f"the zygote has {threads} threads, so it must not fork"))
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._become_child(index, run)
+        child_channel.close()
+        self._channel.send(Forked(index, pid))
+
+    def _become_child(self, index: int, run: Callable[[], None]) -> None:
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.close(self._wakeup_read)
+            os.close(self._wakeup_write)
+            self._channel.close()
+            if index == -1:
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            run()
+            status = 0
+        except SystemExit as leaving:
+            status = leaving.code if isinstance(leaving.code, int) else 1
+        except BaseException:
+            log.exception("%s ends on an unexpected error", "loader" if index == -1 else f"worker {index}")
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._channel.send(ChildExited(pid, status))
+
+
+def main() -> None:
+    """Entry point: the channel's descriptor is the only argument."""
+    channel = Channel.from_fd(int(sys.argv[1]))
+    os.set_inheritable(channel.fileno(), False)
+    received = channel.receive()
+    if received is None:
+        return
+    config = received[0]
+    assert isinstance(config, ZygoteConfig)
+    configure_logging(f"zygote {config.unit}", config.log_format, config.log_level)
+    try:
+        Zygote(channel, config).run()
+    except (BrokenPipeError, ConnectionResetError):
+        log.info("the launcher is gone")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Leaving without tearing down torch: the kernel frees everything at once.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""How commands talk to a running server's Control service. gRPC is imported only when a call is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from placement.runtime_dir import control_socket
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+
+def call_control(runtime_dir: Path, method: str, request: Message, timeout: float) -> Any:
+    """The answer of one unary call. Raises ConnectionError when no server answers there or the call fails."""
+    import grpc
+
+    from numaserve.v1 import control_pb2_grpc
+
+    path = control_socket(runtime_dir)
+    if not path.exists():
+        raise ConnectionError(f"no server runs there: {path} does not exist")
+    with grpc.insecure_channel(f"unix:{path}") as channel:
+        call = getattr(control_pb2_grpc.ControlStub(channel), method)
+        try:
+            return call(request, timeout=timeout, wait_for_ready=True)
+        except grpc.RpcError as error:
+            raise ConnectionError(f"{path}: {error.code().name}: {error.details()}") from error
+
+
+def message_json(message: Message) -> str:
+    """A message as JSON with the names of the .proto file; fields at their defaults are printed too."""
+    from google.protobuf.json_format import MessageToJson
+
+    return MessageToJson(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

@@ -1,0 +1,54 @@
+"""Configuration that the launcher hands to loaders and workers. Torch-free: the launcher makes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class ServiceConfig:
+    """What to serve and how. Sizes are bytes, times seconds.
+
+    `max_context_length` 0 takes the model's own. `socket_dir` holds the unix sockets of each worker. Worker i also
+    listens on `worker_ports` + i, unless that is None; 0 lets each pick a free port.
+    """
+
+    model_dir: str
+    model_name: str
+    host: str
+    port: int
+    socket_dir: str
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    block_size: int = 16
+    max_context_length: int = 0
+    max_batch_tokens: int = 512
+    max_sequences: int = 64
+    max_queue: int = 256
+    prefix_caching: bool = True
+    drain_timeout: float = 30.0
+    max_message_bytes: int = 64 * 1024 * 1024
+    channelz: bool = False
+    worker_ports: int | None = None
+
+    def to_json(self) -> str:
+        """For the zygote, which passes it on unread."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ServiceConfig:
+        """Inverse of `to_json`."""
+        return cls(**json.loads(text))
+
+    def worker_socket(self, index: int) -> str:
+        """Path of a worker's own unix socket."""
+        return f"{self.socket_dir}/worker-{index}.sock"
+
+    def relay_socket(self, index: int) -> str:
+        """Path of the socket on which a worker takes requests from its siblings."""
+        return f"{self.socket_dir}/relay-{index}.sock"
+
+    def worker_port(self, index: int) -> int | None:
+        """The TCP port of a worker's own; None when it has none, 0 for any."""
+        return self.worker_ports + index if self.worker_ports else self.worker_ports

@@ -1,0 +1,181 @@
+"""The control process: the Control service on a unix socket, fed by the launcher, the board and /proc.
+
+It starts as `python -m service.control FD`. It holds nothing that anybody needs: when it dies the launcher starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import grpc
+
+from numaserve.v1 import control_pb2, control_pb2_grpc
+from placement.board import Board, BoardRow, WorkerState
+from placement.logs import configure_logging
+from placement.messages import Channel, ControlConfig, SegmentState, ServerState, WorkerPlace
+from placement.residency import ProcessMemory, process_memory
+from placement.segment import MEMFD_PREFIX
+from placement.verification import verify_cache
+from service.servicers.reflection import ReflectionServicer
+from service.verify import node_pages, verify
+
+log = logging.getLogger("numaserve.control")
+
+SERVICE_NAME = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
+
+
+def memory_of(pid: int, kv_address: int = 0) -> ProcessMemory | None:
+    """Memory of one process, None when it is gone or may not be looked at."""
+    try:
+        return process_memory(pid, MEMFD_PREFIX, kv_address)
+    except OSError:
+        return None
+
+
+def segment_status(state: SegmentState) -> control_pb2.SegmentStatus:
+    """One segment as GetStatus reports it."""
+    return control_pb2.SegmentStatus(
+        unit=state.unit,
+        bytes=state.total_bytes,
+        digest=state.digest,
+        verdict=state.verdict,
+        explanation=state.explanation,
+        pages=[control_pb2.NodePages(node=node, pages=pages) for node, pages in state.pages],
+        dtype=state.dtype,
+        load_seconds=state.seconds,
+        nodes=state.memory_nodes,
+    )
+
+
+def worker_status(
+    place: WorkerPlace, row: BoardRow, memory: ProcessMemory | None
+) -> control_pb2.WorkerStatus:
+    """One worker's place as GetStatus reports it."""
+    cache = verify_cache(place, row)
+    state = WorkerState(row.state).name.lower() if place.pid else "stopped"
+    return control_pb2.WorkerStatus(
+        worker=place.index,
+        pid=place.pid,
+        unit=place.unit,
+        state=state,
+        cpus=place.cpus,
+        running=row.running,
+        waiting=row.waiting,
+        kv_blocks_total=row.kv_blocks_total,
+        kv_blocks_free=row.kv_blocks_free,
+        prompt_tokens=row.prompt_tokens,
+        generated_tokens=row.generated_tokens,
+        cached_tokens=row.cached_tokens,
+        preemptions=row.preemptions,
+        requests=row.requests,
+        pss_bytes=-1 if memory is None else memory.pss,
+        weights_pss_bytes=-1 if memory is None else memory.weights_pss,
+        kv_pss_bytes=-1 if memory is None else memory.kv_pss,
+        kv_cache_bytes=place.kv_cache_bytes,
+        restarts=place.restarts,
+        address=place.address,
+        tcp_address=place.tcp_address,
+        kv_nodes=cache.nodes,
+        kv_verdict=cache.verdict.kind.value,
+        kv_explanation=cache.verdict.explanation,
+        kv_pages=[pages for sight in cache.sights for pages in node_pages(sight.residency)],
+    )
+
+
+class ControlServicer(control_pb2_grpc.ControlServicer):
+    """Answers from the newest state that the launcher told."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self.state: ServerState | None = None
+
+    async def GetStatus(
+        self, _: control_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.GetStatusResponse:
+        """Workers, segments and memory; reading smaps takes milliseconds, so it happens in a thread."""
+        if self.state is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is starting")
+            raise AssertionError("abort raises")
+        return await asyncio.to_thread(self._measure, self.state)
+
+    async def Verify(
+        self, request: control_pb2.VerifyRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.VerifyResponse:
+        """Where pages are now; see service.verify."""
+        if self.state is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is starting")
+            raise AssertionError("abort raises")
+        return await asyncio.to_thread(verify, self.state, self._board.read, request.repair)
+
+    def _measure(self, state: ServerState) -> control_pb2.GetStatusResponse:
+        rows = {place.index: self._board.read(place.index) for place in state.workers}
+        memories = {
+            place.index: memory_of(place.pid, rows[place.index].kv_cache_address) if place.pid else None
+            for place in state.workers
+        }
+        others = [memory_of(pid) for pid in (state.launcher_pid, os.getpid(), *state.helper_pids)]
+        known = [memory for memory in (*memories.values(), *others) if memory is not None]
+        return control_pb2.GetStatusResponse(
+            version=state.version,
+            model=state.model,
+            state=state.state,
+            launcher_pid=state.launcher_pid,
+            address=state.address,
+            uptime_seconds=time.monotonic() - state.started_at,
+            segments=[segment_status(segment) for segment in state.segments],
+            workers=[
+                worker_status(place, rows[place.index], memories[place.index]) for place in state.workers
+            ],
+            placement_policy=state.placement_policy,
+            placement_reason=state.placement_reason,
+            weights_pss_bytes=sum(memory.weights_pss for memory in known),
+            total_pss_bytes=sum(memory.pss for memory in known),
+        )
+
+
+async def serve(channel: Channel, config: ControlConfig, board: Board) -> None:
+    """Serve until the launcher closes the channel."""
+    servicer = ControlServicer(board)
+    server = grpc.aio.server()
+    control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
+    ReflectionServicer([SERVICE_NAME]).add_to_server(server)
+    Path(config.socket_path).unlink(missing_ok=True)
+    server.add_insecure_port(f"unix:{config.socket_path}")
+    await server.start()
+    loop = asyncio.get_running_loop()
+    gone = asyncio.Event()
+
+    def on_message() -> None:
+        received = channel.receive()
+        if received is None:
+            loop.remove_reader(channel.fileno())
+            gone.set()
+        elif isinstance(received[0], ServerState):
+            servicer.state = received[0]
+
+    loop.add_reader(channel.fileno(), on_message)
+    await gone.wait()
+    await server.stop(None)
+
+
+def main() -> None:
+    """Entry point: the channel's descriptor is the only argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel.from_fd(int(sys.argv[1]))
+    received = channel.receive()
+    if received is None:
+        return
+    config, descriptors = received
+    assert isinstance(config, ControlConfig)
+    configure_logging("control", config.log_format, config.log_level)
+    asyncio.run(serve(channel, config, Board(descriptors[0])))
+
+
+if __name__ == "__main__":
+    main()

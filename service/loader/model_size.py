@@ -1,0 +1,57 @@
+"""How large a model is, for the plan, and whether its files can be served at all. Imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.loader.checkpoint import open_checkpoint
+from service.models.config import parse_config
+from service.models.weights import DTYPES, ITEM_BYTES, plan_weights
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes in bytes; `weights_bytes` is the sum of the decoder's tensors without padding between them.
+
+    `context_length` is the longest sequence in tokens; `blocks_per_sequence` the KV blocks that one of that length takes.
+    """
+
+    model_type: str
+    parameters: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    kv_block_bytes: int
+    blocks_per_sequence: int
+    context_length: int
+    vocab_size: int
+    dtype: str
+    kv_dtype: str
+    tensors: int
+
+
+def measure(model_dir: Path, dtype: str = "auto", kv_dtype: str = "auto", block_size: int = 16) -> ModelSizes:
+    """Opens the checkpoint, pairs every tensor with the decoder's, and adds up. `kv_dtype` "auto" is the weights' dtype.
+
+    Raises CheckpointError or ConfigError, naming file or key, for a model that cannot be served.
+    """
+    if kv_dtype != "auto" and kv_dtype not in DTYPES:
+        raise ValueError(f"kv_dtype: must be auto, {', '.join(DTYPES)}, not {kv_dtype!r}")
+    checkpoint = open_checkpoint(model_dir)
+    config = parse_config(checkpoint.config, checkpoint.generation_config)
+    plan = plan_weights(config, checkpoint, dtype)
+    kv_dtype = plan.dtype if kv_dtype == "auto" else kv_dtype
+    per_token = 2 * len(config.layers) * config.num_kv_heads * config.head_dim * ITEM_BYTES[kv_dtype]
+    return ModelSizes(
+        model_type=config.model_type,
+        parameters=plan.parameters,
+        weights_bytes=plan.nbytes,
+        kv_bytes_per_token=per_token,
+        kv_block_bytes=per_token * block_size,
+        blocks_per_sequence=-(-config.context_length // block_size),
+        context_length=config.context_length,
+        vocab_size=config.vocab_size,
+        dtype=plan.dtype,
+        kv_dtype=kv_dtype,
+        tensors=len(plan.tensors),
+    )

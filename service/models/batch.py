@@ -1,0 +1,57 @@
+"""The tensors of one engine step, as the model takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SequenceSlice:
+    """The rows of one sequence in a batch: `query_length` rows from row `query_start`.
+
+    Its first row has position `context_length - query_length`; after the step `context_length` tokens are in the cache.
+    `prompt_length` matters to models whose rotations depend on the length of the prompt (dynamic and longrope) and must
+    be given for them when a prompt comes in more than one piece; 0 takes this piece for the end of the prompt.
+    """
+
+    query_start: int
+    query_length: int
+    context_length: int
+    prompt_length: int = 0
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """One step's input. Rows of a sequence are contiguous and in order of position; sequences never share a row.
+
+    token_ids [rows] int64; positions [rows] int64; slot_mapping [rows] int64: where each row's key and value go, as
+    block * block_size + offset; block_tables [sequences, most_blocks] int64, padded with 0; logit_rows [samples] int64:
+    the rows whose logits are wanted.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    logit_rows: torch.Tensor
+    sequences: tuple[SequenceSlice, ...]
+
+
+@dataclass(frozen=True)
+class PagedKVCache:
+    """Keys and values of every layer: each [layers, blocks, block_size, kv_heads, head_dim], one contiguous tensor each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.keys.shape[2]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.keys.shape[1]

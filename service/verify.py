@@ -1,0 +1,61 @@
+"""The answer of the Verify call: what `placement.verification` finds, as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from numaserve.v1 import control_pb2
+from placement.board import BoardRow
+from placement.messages import ServerState
+from placement.residency import Residency
+from placement.verification import Check, repair_cache, verify_cache, verify_segments
+
+SEGMENT_REPAIR = "its pages are mapped by several processes, so the kernel does not move them: reload the weights to place them anew"
+
+
+def verify(
+    state: ServerState, read_row: Callable[[int], BoardRow], repair: bool
+) -> control_pb2.VerifyResponse:
+    """Measure every segment and every worker's KV cache; with `repair`, move misplaced pages and measure again.
+
+    `read_row` gives the board's row of a worker. It takes milliseconds per GiB.
+    """
+    checks = []
+    for check in verify_segments(state):
+        checks.append(_message(check, SEGMENT_REPAIR if repair and not check.verdict.local else ""))
+    for place in state.workers:
+        row, repaired = read_row(place.index), ""
+        check = verify_cache(place, row)
+        if repair and check.sights and not check.verdict.local:
+            repaired = str(repair_cache(place, row))
+            check = verify_cache(place, row)
+        checks.append(_message(check, repaired))
+    return control_pb2.VerifyResponse(checks=checks, sound=all(check.local for check in checks))
+
+
+def node_pages(residency: Residency) -> list[control_pb2.NodePages]:
+    """Pages per node, in the order of the nodes."""
+    return [control_pb2.NodePages(node=node, pages=pages) for node, pages in residency.pages.items()]
+
+
+def _message(check: Check, repaired: str) -> control_pb2.PlacementCheck:
+    return control_pb2.PlacementCheck(
+        kind="segment" if check.worker < 0 else "kv_cache",
+        unit=check.unit,
+        worker=check.worker,
+        nodes=check.nodes,
+        verdict=check.verdict.kind.value,
+        explanation=check.verdict.explanation,
+        local=check.verdict.local,
+        processes=[
+            control_pb2.ProcessPages(
+                pid=sight.pid,
+                pages=node_pages(sight.residency),
+                untouched=sight.residency.untouched,
+                unknown=sight.residency.unknown,
+                method=sight.residency.method.value,
+            )
+            for sight in check.sights
+        ],
+        repair=repaired,
+    )

@@ -1,0 +1,24 @@
+"""Fixtures for all tests; puts this folder on the import path, so that helper modules are found by name."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama in Hugging Face layout with a tokenizer, small enough to serve in a second."""
+    from tiny_models import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """SmolLM2-135M-Instruct, converted from its published GGUF file and cached."""
+    from service.demo.model import make_demo_model
+
+    return make_demo_model()

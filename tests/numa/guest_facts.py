@@ -1,0 +1,161 @@
+"""What the programs that run inside a guest share: scenarios, and facts about a server taken from the kernel itself.
+
+A program serves a model, looks at it and writes what it saw as JSON; the tests on the host judge that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from served import Server
+
+Facts = dict[str, Any]
+
+# One token from a short prompt: emulated arithmetic is several hundred times slower than real.
+REQUEST = {"prompt": "Hi", "max_tokens": 1, "temperature": 0, "ignore_eos": True, "timeout": 300}
+SMALL_CACHE = "--kv-cache-memory=4MiB"
+
+
+def run_scenarios(out: Path, scenarios: dict[str, Callable[[], Facts]]) -> None:
+    """Run each scenario and write `out` after each; what one raises is its fact `error`, and the others still run."""
+    found: dict[str, Facts] = {}
+    for name, scenario in scenarios.items():
+        started = time.monotonic()
+        try:
+            found[name] = scenario()
+        except Exception:
+            found[name] = {"error": traceback.format_exc()}
+        found[name]["seconds"] = round(time.monotonic() - started, 1)
+        say(f"{name} took {found[name]['seconds']} s")
+        out.write_text(json.dumps(found, indent=1))
+
+
+def serve(model: str, *flags: str, program: tuple[str, ...] = ()) -> Server:
+    """A server with a small KV cache and a runtime folder of its own."""
+    return Server(
+        Path(model),
+        Path(tempfile.mkdtemp()) / "run",
+        SMALL_CACHE,
+        "--workers-per-node=1",
+        *flags,
+        program=program,
+    )
+
+
+def numaserve(*arguments: str, program: tuple[str, ...] = ()) -> tuple[int, str]:
+    """Exit status and output of one command."""
+    command = [sys.executable, *(program or ("-m", "service.cli.main")), *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+def describe_host() -> Facts:
+    """Our reading of the host, and numactl's."""
+    numactl = subprocess.run(["numactl", "-H"], capture_output=True, text=True, check=True).stdout
+    nodes = {
+        int(node): {"cpus": [int(cpu) for cpu in cpus.split()], "mib": int(size)}
+        for node, cpus, size in re.findall(r"node (\d+) cpus:(.*)\nnode \1 size: (\d+) MB", numactl)
+    }
+    table = re.findall(r"^ +(\d+): +([\d ]+)$", numactl, re.MULTILINE)
+    distances = {int(node): [int(distance) for distance in row.split()] for node, row in table}
+    status, text = numaserve("topology", "--json")
+    return {"numactl": nodes, "distances": distances, "status": status, "topology": json.loads(text)}
+
+
+def plan(model: str, *flags: str, program: tuple[str, ...] = ()) -> Facts:
+    """Exit status and JSON of `numaserve plan`."""
+    status, text = numaserve("plan", f"--model={model}", "--json", SMALL_CACHE, *flags, program=program)
+    return {"status": status, "plan": json.loads(text)}
+
+
+def observe(server: Server) -> Facts:
+    """Ask every worker once, then look at each process through /proc, and let the server judge itself."""
+    say("looking at the server")
+    status = server.status()
+    answers = {}
+    for worker in status.workers:
+        with server.client(worker.worker) as client:
+            answer = client.infer(**REQUEST)
+            answers[worker.worker] = {"tokens": len(answer.token_ids), "nodes": list(answer.served_by.nodes)}
+    say("asked every worker")
+    verification = verify(server)
+    status = server.status()
+    say("looked at the server")
+    return {
+        "policy": status.placement_policy,
+        "reason": status.placement_reason,
+        "segments": [
+            {
+                "unit": segment.unit,
+                "nodes": list(segment.nodes),
+                "verdict": segment.verdict,
+                "explanation": segment.explanation,
+                "pages": {entry.node: entry.pages for entry in segment.pages},
+            }
+            for segment in status.segments
+        ],
+        "workers": [
+            {
+                "worker": worker.worker,
+                "unit": worker.unit,
+                "cpus": list(worker.cpus),
+                "thread_cpus": thread_cpus(worker.pid),
+                "kv_nodes": list(worker.kv_nodes),
+                "kv_verdict": worker.kv_verdict,
+                "kv_explanation": worker.kv_explanation,
+                "kv_pages": {entry.node: entry.pages for entry in worker.kv_pages},
+                "weights_in_numa_maps": pages_in_numa_maps(worker.pid, "/memfd:numaserve-weights-"),
+                "bound_anonymous_in_numa_maps": pages_in_numa_maps(worker.pid, " bind"),
+                "answer": answers[worker.worker],
+                "restarts": worker.restarts,
+            }
+            for worker in status.workers
+        ],
+        "verify": verification,
+        "log": [line["message"] for line in server.log.lines],
+    }
+
+
+def verify(server: Server, *flags: str) -> Facts:
+    """Exit status and answer of `numaserve verify`."""
+    status, text = numaserve("verify", str(server.process.pid), "--json", *flags)
+    return {"status": status, **json.loads(text)}
+
+
+def say(words: str) -> None:
+    """Progress, for whoever waits."""
+    print(f"{time.monotonic():7.1f} {words}", file=sys.stderr, flush=True)
+
+
+def thread_cpus(pid: int) -> list[str]:
+    """The distinct CPU lists that the threads of a process may run on."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", (task / "status").read_text(), re.MULTILINE)
+        assert match
+        found.add(match[1])
+    return sorted(found)
+
+
+def pages_in_numa_maps(pid: int, contains: str) -> dict[int, int]:
+    """Pages per node of the mappings whose line of numa_maps contains a text; " bind" stands for bound anonymous ones."""
+    pages: Counter[int] = Counter()
+    for line in Path(f"/proc/{pid}/numa_maps").read_text().splitlines():
+        if contains in line and (contains != " bind" or " file=" not in line):
+            size = re.search(r"kernelpagesize_kB=(\d+)", line)
+            factor = int(size[1]) // 4 if size else 1
+            for node, count in re.findall(r"\bN(\d+)=(\d+)", line):
+                pages[int(node)] += int(count) * factor
+    return dict(pages)

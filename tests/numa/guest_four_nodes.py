@@ -1,0 +1,32 @@
+"""Runs in a guest of 4 nodes x 1 CPU at uneven distances: guest_four_nodes.py OUT MODEL"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from guest_facts import Facts, describe_host, observe, plan, run_scenarios, serve
+
+MODEL = sys.argv[2]
+
+
+def replicate() -> Facts:
+    """A unit on each node."""
+    with serve(MODEL) as server:
+        return observe(server)
+
+
+def plans() -> Facts:
+    """Workers that are fewer than the nodes, or not a multiple of them, and numactl's list syntax."""
+    return {
+        "three": plan(MODEL, "--workers=3"),
+        "six": plan(MODEL, "--workers=6"),
+        "not_0": plan(MODEL, "--nodes=!0"),
+    }
+
+
+if __name__ == "__main__":
+    run_scenarios(Path(sys.argv[1]), {"describe_host": describe_host, "plans": plans, "replicate": replicate})
+    # Leaving without tearing down: the guest ends with this process.
+    os._exit(0)

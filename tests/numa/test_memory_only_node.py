@@ -1,0 +1,42 @@
+"""2 nodes x 1 CPU and a third node that has memory and no CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from guests import needs_guests, run_in_guest
+from placement_checks import check_bound, check_host
+
+pytestmark = [needs_guests, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory, guest_model: Path) -> dict[str, Any]:
+    return run_in_guest(
+        tmp_path_factory.mktemp("memory-only"),
+        ["--nodes=2", "--cpus-per-node=1", "--memory-only-node", "--mem-per-node=1536"],
+        "guest_memory_only_node.py",
+        str(guest_model),
+        timeout=800,
+    )
+
+
+def test_the_host_is_read_as_numactl_reads_it(facts: dict[str, Any]) -> None:
+    check_host(facts["describe_host"])
+    assert facts["describe_host"]["numactl"]["2"]["cpus"] == []
+
+
+def test_no_worker_lives_there_and_its_memory_is_left_alone(facts: dict[str, Any]) -> None:
+    units = facts["plans"]["default"]["plan"]["units"]
+    assert [(unit["nodes"], unit["memory_nodes"]) for unit in units] == [([0], [0]), ([1], [1])]
+    refused = facts["plans"]["on_2"]
+    assert refused["status"] == 1
+    (refusal,) = refused["plan"]["refusals"]
+    assert refusal["subject"] == "--nodes"
+    assert "no CPU there to house a worker" in refusal["reason"]
+
+
+def test_its_memory_is_used_when_asked_for(facts: dict[str, Any]) -> None:
+    check_bound(facts["membind"], {"node0": "0"}, {"node0": 2})

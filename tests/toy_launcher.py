@@ -1,0 +1,52 @@
+"""Runs the launcher over the toy service: `toy_launcher.py RUNTIME_DIR SERVICE_CONFIG WORKERS...`, a count per unit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from placement.launcher import Launcher, LauncherConfig
+from placement.listen import reserve_port
+from placement.logs import configure_logging
+from placement.plan import Plan, Policy, UnitPlan, WorkerPlan
+
+
+def make_plan(counts: list[int]) -> Plan:
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    units, index = [], 0
+    for number, count in enumerate(counts):
+        name = f"unit{number}"
+        workers = tuple(WorkerPlan(index + place, name, cpus[:1], 1, 1 << 20) for place in range(count))
+        index += count
+        units.append(UnitPlan(name, (0,), (0,), cpus, 1 << 20, workers))
+    return Plan(Policy.REPLICATE, "it is a test", tuple(units))
+
+
+def main() -> int:
+    configure_logging("launcher", "json", "debug")
+    holder = reserve_port("127.0.0.1", 0)
+    config = LauncherConfig(
+        plan=make_plan([int(count) for count in sys.argv[3:]]),
+        model="toy",
+        version="0",
+        address="127.0.0.1:0",
+        port_holder=holder,
+        runtime_dir=Path(sys.argv[1]),
+        drain_timeout=5.0,
+        strict_memory=False,
+        preload=("toy_service",),
+        loader_entry="toy_service:load",
+        prepare_entry="toy_service:prepare",
+        worker_entry="toy_service:work",
+        control_module="toy_service",
+        service_config=sys.argv[2],
+        log_format="json",
+        log_level="debug",
+        hang_timeout=0.0,
+    )
+    return Launcher(config).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
