@@ -51,6 +51,13 @@ def count_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def _return_free_heap() -> None:
+    """Give what loading left free in the C heap back to the kernel, where the C library can (malloc_trim(3) is glibc's)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 class Zygote:
     """The loop of one zygote."""
 
@@ -117,6 +124,7 @@ class Zygote:
             return
         # What exists now never dies: frozen objects are not visited by the collector, so children do not copy their pages.
         gc.collect()
+        _return_free_heap()
         gc.freeze()
         self._channel.send(SegmentAttached())
 

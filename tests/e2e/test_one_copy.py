@@ -39,3 +39,6 @@ def test_the_weights_are_in_memory_once(larger_model: Path, tmp_path: Path, work
         assert status.weights_pss_bytes == pytest.approx(weights, rel=0.01)
         for worker in status.workers:
             assert worker.weights_pss_bytes == pytest.approx(weights / workers, rel=0.05)
+            own = worker.pss_bytes - worker.weights_pss_bytes - worker.kv_pss_bytes
+            # What all share of the interpreter and of torch is divided by few here; a worker adds far less than this.
+            assert own < 120e6 * (1 + 2 / workers)
