@@ -29,7 +29,9 @@ def generate_stubs(destination: Path) -> None:
     )
     if status != 0:
         raise RuntimeError(f"protoc failed with status {status} on {', '.join(files)}")
-    (destination / "numaserve" / "v1" / "__init__.py").write_text('"""Generated from protos/numaserve/v1."""\n')
+    (destination / "numaserve" / "v1" / "__init__.py").write_text(
+        '"""Generated from protos/numaserve/v1."""\n'
+    )
 
 
 class BuildWithStubs(build_py):

@@ -10,7 +10,8 @@ DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 DEFAULT_KEEPALIVE_SECONDS = 30.0
 
 # A call that got no answer yet is safe to send again: nothing of it was seen. gRPC does so by itself, on another
-# connection if need be, and stops as soon as the first part has come (gRPC proposal A6).
+# connection if need be, and stops as soon as the first part has come (gRPC proposal A6). CANCELLED is what gRPC's server
+# says to a call that arrives while it leaves; a call that the client itself cancels is not sent again.
 _RETRIES = json.dumps(
     {
         "methodConfig": [
@@ -21,7 +22,7 @@ _RETRIES = json.dumps(
                     "initialBackoff": "0.05s",
                     "maxBackoff": "1s",
                     "backoffMultiplier": 3,
-                    "retryableStatusCodes": ["UNAVAILABLE"],
+                    "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
                 },
             }
         ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from typing import Any, Self
 
 import grpc
@@ -16,6 +18,7 @@ from numaserve._channel import (
     channel_target,
 )
 from numaserve._fields import EmbedInputs, Message, chat_messages, embed_request, infer_request
+from numaserve._resume import Resumption
 from numaserve.errors import InferenceError
 from numaserve.v1 import inference_pb2, inference_pb2_grpc
 
@@ -67,10 +70,19 @@ class Client:
         messages: Iterable[Message] | None = None,
         max_tokens: int | None = None,
         timeout: float | None = None,
+        resume: bool = False,
         **fields: Any,
     ) -> Generator[inference_pb2.InferStreamResponse]:
-        """The answer in parts, as it is made; arguments as for `infer`. Closing the iterator cancels it."""
+        """The answer in parts, as it is made; arguments as for `infer`. Closing the iterator cancels it.
+
+        With `resume`, a stream that breaks off because its server or worker went away goes on elsewhere: prompt and
+        tokens so far are sent as the new prompt. A greedy answer is the one that would have come in one go; a sampled
+        one goes on with other random numbers. Raises ValueError for what cannot go on in the middle: `n` over 1, stop
+        strings, structured output, presence and frequency penalties.
+        """
         request = infer_request(fields | {"prompt": prompt, "messages": messages, "max_tokens": max_tokens})
+        if resume:
+            return self._resumed_parts(Resumption(request), timeout)
         return self._parts(request, timeout)
 
     def embed(
@@ -145,6 +157,25 @@ class Client:
             return method(request, timeout=self._timeout if timeout is None else timeout)
         except grpc.RpcError as error:
             raise InferenceError.from_rpc_error(error) from None
+
+    def _resumed_parts(
+        self, stream: Resumption, timeout: float | None
+    ) -> Generator[inference_pb2.InferStreamResponse]:
+        timeout = self._timeout if timeout is None else timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                if (tokenize := stream.tokenize_request) is not None:
+                    prompt = self._unary(self._inference.Tokenize, tokenize, left)
+                    stream.prompt_token_ids = prompt.token_ids
+                with closing(self._parts(stream.next_request(), left)) as parts:
+                    for part in parts:
+                        yield stream.take(part)
+                return
+            except InferenceError as error:
+                stream.interrupted(error)
+            time.sleep(stream.delay)
 
     def _parts(
         self, request: inference_pb2.InferRequest, timeout: float | None

@@ -23,7 +23,7 @@ _MOST_WORKERS_PER_NODE = 4
 
 _WHY_NOT_SHARED = (
     "weights cannot be used where checkpoint files have them: the decoder reads query, key and value as one matrix, "
-    "gate and up as another, and kernels want them packed; besides, the kernel takes no memory policy for page cache. "
+    "gate and up as another, and kernels want them packed; besides, the first reader's node, not mbind, places page cache. "
     "replicate and interleave keep one copy per node or in all"
 )
 

@@ -36,7 +36,7 @@ def runtime_dir_of(pid: int, procfs: Path = Path("/proc")) -> Path:
             except FileNotFoundError:
                 # Closed since the folder was listed.
                 continue
-            if target.name == _LOCK_NAME and control_socket(target.parent).exists():
+            if target.name == _LOCK_NAME:
                 return target.parent
     except OSError as error:
         raise LookupError(f"pid {pid}: {error.strerror}") from None

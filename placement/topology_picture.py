@@ -65,10 +65,10 @@ def topology_svg(topology: Topology, plan: Plan) -> str:
     bottom = _draw_distances(canvas, _MARGIN, y, topology)
     legend_x = _MARGIN + max(260, (len(topology.nodes) + 2) * _CELL + 20)
     bottom = max(bottom, _draw_legend(canvas, legend_x, y, plan))
-    height = bottom + _MARGIN
+    total = bottom + _MARGIN
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" font-family="system-ui, -apple-system, Segoe UI, Roboto, sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {total:g}" width="{width:g}" '
+        f'height="{total:g}" font-family="system-ui, -apple-system, Segoe UI, Roboto, sans-serif" '
         f'font-size="13" fill="{_INK}" role="img">\n<title>{escape(_headline(topology))}</title>\n'
         f'<rect width="100%" height="100%" fill="{_PAPER}"/>\n' + "\n".join(canvas.parts) + "\n</svg>\n"
     )
@@ -236,7 +236,7 @@ def _draw_distances(canvas: _Canvas, x: float, y: float, topology: Topology) -> 
 def _shade(share: float) -> str:
     """From pale green for near (0) to orange for far (1)."""
     near, far = (223, 240, 226), (246, 190, 140)
-    red, green, blue = (round(low + (high - low) * share) for low, high in zip(near, far, strict=True))
+    red, green, blue = (round(near[part] + (far[part] - near[part]) * share) for part in range(3))
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 

@@ -59,6 +59,16 @@ class Surroundings:
     changed: Callable[[], None]
 
 
+def send_signal(pid: int, number: signal.Signals) -> bool:
+    """Signal a process; False when it is gone."""
+    # Its zygote may have reaped it, and not have said so yet.
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 class Unit:
     """One unit. It acts on messages and deaths; the launcher calls it with both."""
 
@@ -100,7 +110,7 @@ class Unit:
                 continue
             if place.kill_at is not None:
                 if place.kill_at <= now:
-                    os.kill(place.pid, signal.SIGKILL)
+                    send_signal(place.pid, signal.SIGKILL)
                 continue
             place.watch = place.watch or HangWatch(timeout)
             row = self._around.board.read(place.plan.index)
@@ -113,7 +123,7 @@ class Unit:
                     place.pid,
                     place.watch.silence(now),
                 )
-                os.kill(place.pid, signal.SIGABRT)
+                send_signal(place.pid, signal.SIGABRT)
                 place.kill_at = now + ABORT_SECONDS
 
     def next_start(self) -> float | None:
@@ -128,7 +138,7 @@ class Unit:
             if place.serving:
                 self._send(place.channel, DrainWorker(timeout))
             elif place.pid:
-                os.kill(place.pid, signal.SIGKILL)
+                send_signal(place.pid, signal.SIGKILL)
 
     @property
     def zygote_pid(self) -> int:
@@ -222,7 +232,7 @@ class Unit:
             place = next(place for place in self.places if place.plan.index == forked.index)
             place.pid, place.forking = forked.pid, False
             if self._draining:
-                os.kill(forked.pid, signal.SIGKILL)
+                send_signal(forked.pid, signal.SIGKILL)
 
     def _on_loader(self, message: Message, descriptors: list[int]) -> None:
         match message:

@@ -10,7 +10,10 @@ from placement.messages import ServerState
 from placement.residency import Residency
 from placement.verification import Check, repair_cache, verify_cache, verify_segments
 
-SEGMENT_REPAIR = "its pages are mapped by several processes, so the kernel does not move them: reload the weights to place them anew"
+SEGMENT_REPAIR = (
+    "its pages are mapped by several processes, so the kernel does not move them: "
+    "restart the server to place them anew"
+)
 
 
 def verify(

@@ -29,6 +29,7 @@ from service.engine.async_engine import AsyncEngine
 from service.engine.engine import Engine, EngineConfig
 from service.engine.kv_memory import KVMemory, allocate_kv_cache
 from service.engine.request import EngineStats, WorkerIdentity
+from service.listeners import leave_port
 from service.loader.checkpoint import Checkpoint, open_checkpoint
 from service.models.config import ModelConfig, parse_config
 from service.models.decoder import Decoder
@@ -125,6 +126,7 @@ class Worker:
         self._board = board
         self._take_row()
         self._exit_status = 0
+        self._leaving = False
         self._memory = self._allocate_cache()
         _report_refusals((self._memory.binding,))
         prepared.segment.mapping.advise(MADV_POPULATE_READ)
@@ -242,6 +244,11 @@ class Worker:
         self._exit_status = 1
         self._stop(_FATAL_GRACE_SECONDS)
 
+    def _leave(self) -> None:
+        """This worker alone ends, and is replaced: its siblings go on, so that nobody needs to notice."""
+        self._leaving = True
+        self._stop(self._prepared.service.drain_timeout)
+
     def _stop(self, grace: float) -> None:
         if not self._stopping.done():
             self._stopping.set_result(grace)
@@ -298,7 +305,7 @@ class Worker:
         """Serve until told to stop; returns the exit status."""
         loop = asyncio.get_running_loop()
         self._stopping: asyncio.Future[float] = loop.create_future()
-        loop.add_signal_handler(signal.SIGTERM, self._stop, self._prepared.service.drain_timeout)
+        loop.add_signal_handler(signal.SIGTERM, self._leave)
         loop.add_reader(self._channel.fileno(), self._on_channel)
         beating = asyncio.create_task(self._beat())
         self._engine.start()
@@ -316,6 +323,8 @@ class Worker:
         # Whatever hangs from here on, the kernel ends this process: SIGALRM has its default action.
         signal.setitimer(signal.ITIMER_REAL, grace + _END_MARGIN_SECONDS)
         self._set_state(WorkerState.DRAINING)
+        if self._leaving:
+            await leave_port(self._prepared.service.port)
         # Siblings finish what they hand over to this worker, and this worker what it handed over to them.
         await asyncio.gather(server.stop(grace), relay.drain(grace))
         self._balanced.close()

@@ -90,19 +90,23 @@ class Server:
 
     def __init__(self, model: Path, runtime_dir: Path, *flags: str, program: tuple[str, ...] = ()) -> None:
         self.runtime_dir = runtime_dir
-        command = [
-            sys.executable,
-            *(program or ("-m", "service.cli.main")),
-            "serve",
-            f"--model={model}",
-            "--port=0",
-            f"--runtime-dir={runtime_dir}",
-            "--log-format=json",
-            *flags,
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.process = self._start(
+            program or ("-m", "service.cli.main"),
+            [
+                "serve",
+                f"--model={model}",
+                "--port=0",
+                f"--runtime-dir={runtime_dir}",
+                "--log-format=json",
+                *flags,
+            ],
+        )
         self.log = LogWatcher(self.process)
+
+    def _start(self, program: tuple[str, ...], arguments: list[str]) -> subprocess.Popen[str]:
+        command = [sys.executable, *program, *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
     def __enter__(self) -> Server:
         self.log.wait_for("ready: ")

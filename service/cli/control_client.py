@@ -10,6 +10,8 @@ from placement.runtime_dir import control_socket
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
+_QUICK_RETRIES = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
+
 
 def call_control(runtime_dir: Path, method: str, request: Message, timeout: float) -> Any:
     """The answer of one unary call. Raises ConnectionError when no server answers there or the call fails."""
@@ -18,9 +20,10 @@ def call_control(runtime_dir: Path, method: str, request: Message, timeout: floa
     from numaserve.v1 import control_pb2_grpc
 
     path = control_socket(runtime_dir)
-    if not path.exists():
+    # The folder comes first and the socket later; a call waits for it.
+    if not path.parent.exists():
         raise ConnectionError(f"no server runs there: {path} does not exist")
-    with grpc.insecure_channel(f"unix:{path}") as channel:
+    with grpc.insecure_channel(f"unix:{path}", options=_QUICK_RETRIES) as channel:
         call = getattr(control_pb2_grpc.ControlStub(channel), method)
         try:
             return call(request, timeout=timeout, wait_for_ready=True)

@@ -34,9 +34,7 @@ def fetch_status(runtime_dir: Path, timeout: float = _TIMEOUT_SECONDS) -> contro
     from numaserve.v1 import control_pb2
 
     request = control_pb2.GetStatusRequest()
-    response: control_pb2.GetStatusResponse = call_control(
-        runtime_dir, "GetStatus", request, timeout
-    )
+    response: control_pb2.GetStatusResponse = call_control(runtime_dir, "GetStatus", request, timeout)
     return response
 
 

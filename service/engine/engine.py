@@ -219,7 +219,6 @@ class Engine:
         if not scheduled:
             raise RuntimeError("requests wait and nothing can be scheduled")
         self._note_starts(now)
-        self._steps += 1
         generating = [piece for piece in scheduled if piece.sequence.embedding is None]
         embedding = [piece for piece in scheduled if piece.sequence.embedding is not None]
         with torch.inference_mode():
@@ -227,6 +226,7 @@ class Engine:
                 outputs += self._generate(generating)
             if embedding:
                 outputs += self._embed(embedding)
+        self._steps += 1
         return outputs
 
     def _generate(self, pieces: list[Scheduled]) -> list[RequestOutput]:

@@ -77,7 +77,9 @@ def run(channel: Channel, config: ZygoteConfig) -> None:
     _prefer_as_oom_victim()
     try:
         checkpoint = open_checkpoint(Path(service.model_dir))
-        plan = plan_weights(parse_config(checkpoint.config, checkpoint.generation_config), checkpoint, service.dtype)
+        plan = plan_weights(
+            parse_config(checkpoint.config, checkpoint.generation_config), checkpoint, service.dtype
+        )
         total = sum(tensor.nbytes for tensor in plan.tensors)
         reporter = _Reporter(channel, total)
         fd, digest, verdict, binding, builder, pages = build_segment(

@@ -7,6 +7,7 @@ out once which heights give the same bits; the order of sums does not depend on 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,17 +16,20 @@ import torch
 TILE_ROWS = 4
 _HEIGHTS = (64, 16, 4)
 _PANEL_ELEMENTS = 1 << 20
+# With fewer rows of weights a BLAS tends to split the sums over its threads.
+_LEAST_PANEL_ROWS = 512
 
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How to multiply: heights of tiles, falling; whether BLAS gets to write the result transposed.
+    """How to multiply: heights of tiles, falling; whether BLAS gets to write the result transposed; with one thread or all.
 
     The layout of the result decides which operand BLAS takes for the left one, and so which kernels it has for few rows.
     """
 
     heights: tuple[int, ...]
     transposed: bool = False
+    one_thread: bool = False
 
 
 _PREFERENCES = (_Scheme(_HEIGHTS), _Scheme(_HEIGHTS, transposed=True), _Scheme(_HEIGHTS[:2]))
@@ -47,13 +51,15 @@ class RowStableLinear:
         rows, columns = x.shape
         count = weight.shape[0]
         out = torch.empty(rows, count)
-        panel_rows = max(16, _PANEL_ELEMENTS // columns)
+        panels = max(1, count // max(_LEAST_PANEL_ROWS, _PANEL_ELEMENTS // columns))
+        panel_rows = -(-count // panels)
         for start in range(0, count, panel_rows):
             panel = self._widen(weight[start : start + panel_rows])
             target = out[:, start : start + panel_rows]
             scheme = self._scheme(panel)
-            for first, last in _tiles(rows, scheme.heights):
-                _multiply(x[first:last], panel, target[first:last], scheme)
+            with _one_thread() if scheme.one_thread else contextlib.nullcontext():
+                for first, last in _tiles(rows, scheme.heights):
+                    _multiply(x[first:last], panel, target[first:last], scheme)
         return out if bias is None else out.add_(bias)
 
     def _widen(self, panel: torch.Tensor) -> torch.Tensor:
@@ -98,23 +104,28 @@ def _product(x: torch.Tensor, panel: torch.Tensor, transposed: bool) -> torch.Te
 
 def _try_out(panel: torch.Tensor) -> _Scheme:
     """The first scheme whose heights all give the bits of its lowest one, with one thread and with as many as are set."""
-    threads = torch.get_num_threads()
     x = torch.randn(_HEIGHTS[0], panel.shape[1], generator=torch.Generator().manual_seed(0))
-    try:
-        torch.set_num_threads(1)
+    with _one_thread():
         chosen, expected = _LAST_RESORT, _in_tiles(x, panel, _LAST_RESORT.heights[0], transposed=False)
         for scheme in _PREFERENCES:
             bits = _in_tiles(x, panel, scheme.heights[-1], scheme.transposed)
             if all(_agrees(x, panel, height, scheme.transposed, bits) for height in scheme.heights):
                 chosen, expected = scheme, bits
                 break
+    kept = [height for height in chosen.heights if _agrees(x, panel, height, chosen.transposed, expected)]
+    if chosen.heights[-1] not in kept:
+        return _Scheme(chosen.heights, chosen.transposed, one_thread=True)
+    return _Scheme(tuple(kept), chosen.transposed)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
-    if threads == 1:
-        return chosen
-    *higher, lowest = chosen.heights
-    kept = [height for height in higher if _agrees(x, panel, height, chosen.transposed, expected)]
-    return _Scheme((*kept, lowest), chosen.transposed)
 
 
 def _agrees(

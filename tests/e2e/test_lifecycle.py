@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 
@@ -145,3 +147,52 @@ def test_when_the_launcher_is_killed_workers_finish_and_end(tiny_model: Path, tm
         thread.join()
         assert result["tokens"] == expected
         wait_until_gone(pids)
+
+
+def test_workers_that_are_ended_in_turn_reset_no_connection_and_fail_no_call(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    stop = threading.Event()
+    faults: list[str] = []
+    calls = itertools.count()
+
+    def connect_and_call(address: str) -> None:
+        # A subchannel pool of its own makes each client connect anew.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        while not stop.is_set():
+            try:
+                with numaserve.Client(address, timeout=60, options=options) as client:
+                    client.infer(PROMPT, max_tokens=1)
+                next(calls)
+            except numaserve.InferenceError as error:
+                faults.append(str(error))
+
+    def connect_alone(address: str) -> None:
+        host, _, port = address.rpartition(":")
+        while not stop.is_set():
+            try:
+                with socket.create_connection((host, int(port)), 30) as connection:
+                    connection.sendall(
+                        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+                    )
+                    assert connection.recv(9)
+                next(calls)
+            except (OSError, AssertionError) as error:
+                faults.append(f"bare connection: {error!r}")
+
+    with Server(tiny_model, tmp_path / "r", *FLAGS, "--drain-timeout=5") as server:
+        address = server.address
+        threads = [
+            threading.Thread(target=work, args=(address,)) for work in (connect_and_call, connect_alone) * 2
+        ]
+        for thread in threads:
+            thread.start()
+        for worker in (0, 1, 0, 1):
+            mark = len(server.log.lines)
+            os.kill(server.status().workers[worker].pid, signal.SIGTERM)
+            server.log.wait_for(f"worker {worker} serves again", after=mark)
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert faults == []
+    assert next(calls) > 4

@@ -56,7 +56,9 @@ def test_a_stream_joined_is_the_unary_answer(client: numaserve.Client) -> None:
     assert [token for part in parts for token in part.token_ids] == list(whole.token_ids)
     assert len(whole.token_ids) == 40
     assert parts[-1].finish_reason == whole.finish_reason == inference_pb2.FINISH_REASON_LENGTH
-    assert parts[-1].usage == whole.usage or parts[-1].usage.cached_tokens != whole.usage.cached_tokens
+    counts = {(answer.usage.prompt_tokens, answer.usage.completion_tokens) for answer in (whole, parts[-1])}
+    assert counts == {(len(client.tokenize(PROMPT).token_ids), 40)}
+    assert not any(part.HasField("usage") for part in parts[:-1])
 
 
 def test_every_answer_carries_usage_and_timings(client: numaserve.Client) -> None:

@@ -9,15 +9,15 @@ import pytest
 
 @pytest.fixture(scope="session")
 def guest_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama whose weights take 78 MB, so that there are pages to count."""
+    """A random Mixtral of 82 MB, of which a token uses 2 experts of 26: many pages to count, little to compute."""
     from tiny_models import make_tiny_model
 
     return make_tiny_model(
-        tmp_path_factory.mktemp("guests") / "llama-78mb",
-        hidden_size=512,
-        intermediate_size=3072,
-        num_hidden_layers=7,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        tmp_path_factory.mktemp("guests") / "mixtral-82mb",
+        "mixtral",
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_local_experts=26,
         dtype="bfloat16",
     )

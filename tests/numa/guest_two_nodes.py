@@ -80,10 +80,16 @@ def wait_for_loader_half_way(pages: int) -> int:
         time.sleep(0.01)
 
 
+def demo() -> Facts:
+    """The demo model."""
+    with serve(DEMO, "--max-model-len=256") as server:
+        return observe(server)
+
+
 def replicate() -> Facts:
-    """The demo model, read beforehand on node 1. One loader is killed half-way, and afterwards a worker."""
-    cached = read_on_node(DEMO, 1)
-    server = serve(DEMO, "--max-model-len=256")
+    """A model that was read beforehand on node 1. One loader is killed half-way, and afterwards a worker."""
+    cached = read_on_node(MODEL, 1)
+    server = serve(MODEL)
     os.kill(wait_for_loader_half_way(1000), signal.SIGKILL)
     with server:
         facts = observe(server)
@@ -121,8 +127,8 @@ def refused_calls() -> Facts:
 
 
 def cpuset() -> Facts:
-    """One node's CPUs and memory."""
-    with serve(MODEL, program=in_cgroup("cpuset.cpus=2-3,cpuset.mems=1")) as server:
+    """One node's CPUs and memory; the command as a user starts it."""
+    with serve(MODEL, program=in_cgroup("cpuset.cpus=2-3,cpuset.mems=1"), kind=Server) as server:
         return observe(server)
 
 
@@ -147,7 +153,7 @@ def node_filled_while_loading() -> Facts:
     return {"status": status, "log": log.splitlines()}
 
 
-# A copy takes 78 MiB of weights, 256 of its unit and 120 of its worker, and 105 stay free; half a copy 167 less.
+# A copy takes 82 MB of weights, 256 of its unit and 120 of its worker, and 105 stay free; half a copy 167 less.
 ROOM_MIB = 480
 
 if __name__ == "__main__":
@@ -156,6 +162,7 @@ if __name__ == "__main__":
         for function in (
             describe_host,
             memory_limit,
+            demo,
             replicate,
             refused_calls,
             cpuset,

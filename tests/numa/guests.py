@@ -38,6 +38,9 @@ def run_in_guest(
     tool = numa_vm()
     assert tool
     out.mkdir(exist_ok=True)
+    # Nothing that a guest writes stays, so that each process in it would compile the sources anew.
+    packages = [str(ROOT / package) for package in ("placement", "service", "numaserve", "tests")]
+    subprocess.run([sys.executable, "-m", "compileall", "-q", *packages], check=True)
     command = [
         tool,
         *options,
@@ -46,6 +49,7 @@ def run_in_guest(
         f"--out={out}",
         f"--env=NUMASERVE_TEST_START_SECONDS={START_SECONDS}",
         "--env=PYTHONDONTWRITEBYTECODE=1",
+        "--env=OMP_WAIT_POLICY=passive",
         "--",
         sys.executable,
         str(HERE / program),

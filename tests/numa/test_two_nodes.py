@@ -31,6 +31,13 @@ def test_the_host_is_read_as_numactl_reads_it(facts: dict[str, Any]) -> None:
     check_host(facts["describe_host"])
 
 
+def test_the_demo_model_has_a_bound_copy_on_each_node(facts: dict[str, Any]) -> None:
+    check_bound(facts["demo"], CPUS, NODES)
+    assert all(
+        segment["pages"][str(NODES[segment["unit"]])] > 60_000 for segment in facts["demo"]["segments"]
+    )
+
+
 def test_replicas_are_local_although_the_page_cache_was_not(facts: dict[str, Any]) -> None:
     found = facts["replicate"]
     check_bound(found, CPUS, NODES)
@@ -60,7 +67,7 @@ def test_pages_that_were_moved_away_are_found_and_those_of_a_cache_are_moved_bac
     assert found["repair"]["status"] == 1
     assert repaired[0]["local"]
     assert repaired[0]["repair"] == "8 pages moved"
-    assert "reload the weights" in repaired[-1]["repair"]
+    assert "restart the server" in repaired[-1]["repair"]
 
 
 def test_a_worker_that_was_killed_is_placed_as_before(facts: dict[str, Any]) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from served import LogWatcher, is_gone, wait_until_gone
 
+from placement.unit import send_signal
+
 TESTS = Path(__file__).parents[2]
 
 
@@ -188,3 +190,10 @@ def test_a_killed_control_process_is_started_again(start) -> None:
     os.kill(control, signal.SIGKILL)
     toy.log.wait_for("the control process ended: killed by SIGKILL")
     assert toy.ask(0)["parent"] == zygote
+
+
+def test_signalling_a_process_that_its_zygote_has_reaped_is_no_error() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert not send_signal(gone.pid, signal.SIGKILL)
+    assert send_signal(os.getpid(), signal.SIGCONT)

@@ -17,9 +17,11 @@ from placement.verification import repair_cache, verify_cache, verify_segments
 PAGE = 4096
 NODE = numa.get_mempolicy(flags=numa.MPOL_F_MEMS_ALLOWED).nodes[0]
 ELSEWHERE = NODE + 1
+# A name of this file's own: other tests of the same process leave segments of a node0 mapped.
+UNIT = "verified0"
 
 
-def build(unit: str = "node0") -> tuple[Segment, int]:
+def build(unit: str = UNIT) -> tuple[Segment, int]:
     """A sealed segment of 16 pages of data, mapped here, and where its data begins."""
     builder = SegmentBuilder(unit, "plain", "uint8", [TensorSpec("t", "uint8", (16 * PAGE,), 16 * PAGE)])
     builder.destinations()["t"][:] = bytes(16 * PAGE)
@@ -39,13 +41,13 @@ def segment() -> Iterator[tuple[Segment, int]]:
 def state_of(
     data_offset: int, nodes: tuple[int, ...] = (NODE,), pids: tuple[int, ...] | None = None, code: int = 0
 ):
-    segment = SegmentState("node0", 1, "d", "uint8", "bound", "", 0.1, (), nodes, data_offset, code)
+    segment = SegmentState(UNIT, 1, "d", "uint8", "bound", "", 0.1, (), nodes, data_offset, code)
     pids = (os.getpid(),) if pids is None else pids
     return ServerState("serving", "m", "a", "0", 1, 0.0, "replicate", "r", pids, (segment,), ())
 
 
 def place(pid: int, nodes: tuple[int, ...] = (NODE,), code: int = 0) -> WorkerPlace:
-    return WorkerPlace(3, "node0", pid, True, (0,), 1, 0, "a", nodes, code)
+    return WorkerPlace(3, UNIT, pid, True, (0,), 1, 0, "a", nodes, code)
 
 
 @pytest.mark.parametrize("refuse", [{}, {"move_pages": errno.EPERM}])

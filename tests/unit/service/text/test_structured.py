@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -309,9 +310,10 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "tokenizer.json").write_text(tokenizer.to_json())
-        done = subprocess.run(
-            [sys.executable, "-c", script, folder], capture_output=True, text=True, check=False
-        )
+        # As the launcher starts a zygote: numpy's OpenBLAS would start threads at import.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", script, folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,0 +1,38 @@
+"""Packed weights as the kernels read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from service.kernels.structures import Weight
+
+FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [rows, columns] in the panels that packed.h describes.
+
+    data uint8 [nbytes], contiguous; `format` is a key of FORMATS; `group` columns share a scale, 0: all of a row.
+    Raises ValueError where data is too small or of another kind.
+    """
+
+    data: torch.Tensor
+    rows: int
+    columns: int
+    format: str
+    group: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        data = self.data
+        if data.dtype != torch.uint8 or not data.is_contiguous() or data.numel() < self.nbytes:
+            raise ValueError(
+                f"packed weight: must be contiguous uint8 of {self.nbytes} bytes, not {data.dtype} of {data.numel()}"
+            )
+
+    def as_struct(self) -> Weight:
+        """For a call; valid while this object lives."""
+        return Weight(self.data.data_ptr(), self.rows, self.columns, FORMATS[self.format], self.group)
