@@ -119,7 +119,8 @@ def test_a_relayed_error_equals_a_direct_one(
         with Held(server, 0):
             relayed = failure(client, prompt="The quick", **fields)
     assert relayed.code == direct.code == code
-    assert relayed.details == direct.details
+    # Of a deadline, the client's own clock may tell before the server's answer does.
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED or relayed.details == direct.details
     assert relayed.field_violations == direct.field_violations
 
 
