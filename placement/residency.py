@@ -65,8 +65,8 @@ class VerdictKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """`kind` in one word and `explanation` in a sentence. `local` is whether every page was found on a wanted
-    node, which first touch can achieve although no policy could be set.
+    """`kind` in one word and `explanation` in a sentence. `local` is whether every page was found where it was
+    wanted (interleaved: evenly), which first touch can achieve although no policy could be set.
     """
 
     kind: VerdictKind
@@ -158,7 +158,7 @@ def judge(
     if interleaved and not _even(residency, wanted_nodes):
         shares = ", ".join(f"{residency.pages.get(node, 0)} on node {node}" for node in sorted(wanted_nodes))
         text = f"all {known} pages on {where}, but not evenly: {shares}{gaps}{reasons}"
-        return Verdict(VerdictKind.PARTLY_BOUND, text, local=True)
+        return Verdict(VerdictKind.PARTLY_BOUND, text, local=False)
     evenly = ", evenly" if interleaved and len(wanted_nodes) > 1 else ""
     return Verdict(VerdictKind.BOUND, f"all {known} pages on {where}{evenly}{gaps}{reasons}", local=True)
 

@@ -106,18 +106,19 @@ def verify_cache(place: WorkerPlace, row: BoardRow) -> Check:
 
 def repair_cache(place: WorkerPlace, row: BoardRow) -> Repair:
     """Move the pages of a worker's KV cache that are on a wrong node: no other process maps them. See move_pages(2)."""
-    moved = 0
+    start, length, nodes = row.kv_cache_address, row.kv_cache_bytes, place.memory_nodes
+    before = left = 0
     try:
-        for node in place.memory_nodes:
-            wrong = misplaced_pages(row.kv_cache_address, row.kv_cache_bytes, place.memory_nodes, place.pid)
-            if not wrong:
-                return Repair(moved, 0)
-            status = numa.move_pages(wrong, [node] * len(wrong), place.pid)
-            moved += sum(code == node for code in status)
-        wrong = misplaced_pages(row.kv_cache_address, row.kv_cache_bytes, place.memory_nodes, place.pid)
-        return Repair(moved, len(wrong))
+        wrong = misplaced_pages(start, length, nodes, place.pid)
+        before = left = len(wrong)
+        for node in nodes:
+            if wrong:
+                numa.move_pages(wrong, [node] * len(wrong), place.pid)
+                wrong = misplaced_pages(start, length, nodes, place.pid)
+                left = len(wrong)
+        return Repair(before - left, left)
     except OSError as error:
-        return Repair(moved, 0, refused_by(error))
+        return Repair(before - left, left, refused_by(error))
 
 
 def _check_segment(segment: SegmentState, sights: tuple[Sight, ...], interleaved: bool) -> Check:

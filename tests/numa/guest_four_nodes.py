@@ -6,14 +6,15 @@ import os
 import sys
 from pathlib import Path
 
-from guest_facts import Facts, describe_host, observe, plan, run_scenarios, serve
+from guest_facts import Facts, describe_host, observe, plan, run_scenarios
+from guest_preloaded import serve_preloaded
 
 MODEL = sys.argv[2]
 
 
 def replicate() -> Facts:
     """A unit on each node."""
-    with serve(MODEL) as server:
+    with serve_preloaded(MODEL) as server:
         return observe(server)
 
 

@@ -6,14 +6,9 @@ is any thread.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +18,8 @@ from placement import spawn as product_spawn
 
 os.environ.update(product_spawn._ENVIRONMENT, OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="2")
 
+from guest_facts import serve
+from guest_fork import Forked
 from served import Server
 
 import placement.unit
@@ -35,78 +32,6 @@ from placement.messages import Channel
 from placement.plan import UnitPlan
 
 
-class Forked:
-    """What `served.Server` and `placement.unit.Unit` use of a Popen. `run` gives the exit status."""
-
-    def __init__(self, run: Callable[[], int], stderr: int | None = None) -> None:
-        self.stderr: Any = None
-        self._status: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                if stderr is not None:
-                    os.dup2(stderr, 2)
-                status = run()
-            except SystemExit as leaving:
-                status = leaving.code if isinstance(leaving.code, int) else 1
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-
-    def poll(self) -> int | None:
-        """The exit status, None while it runs."""
-        if self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self._status = os.waitstatus_to_exitcode(status)
-        return self._status
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Raises TimeoutExpired."""
-        if self._status is None:
-            if timeout is not None:
-                with contextlib.closing(_PidFd(self.pid)) as ended:
-                    if not ended.wait(timeout):
-                        raise subprocess.TimeoutExpired("a forked server", timeout)
-            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self._status
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal to it."""
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """End it at once."""
-        os.kill(self.pid, signal.SIGKILL)
-
-
-class _PidFd:
-    def __init__(self, pid: int) -> None:
-        self._descriptor = os.pidfd_open(pid)
-
-    def wait(self, timeout: float) -> bool:
-        import select
-
-        return bool(select.select([self._descriptor], [], [], timeout)[0])
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
-def in_fork(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `run` returns in a forked child, carried over as JSON."""
-    with tempfile.NamedTemporaryFile() as answer:
-
-        def write() -> int:
-            Path(answer.name).write_text(json.dumps(run()))
-            return 0
-
-        status = Forked(write).wait()
-        text = Path(answer.name).read_text()
-        return json.loads(text) if text else {"error": f"the scenario ended with {status}"}  # type: ignore[no-any-return]
-
-
 class PreloadedServer(Server):
     """`program` is as the command line would have it: a script of this folder or above that enters a restriction."""
 
@@ -116,6 +41,7 @@ class PreloadedServer(Server):
         def run() -> int:
             os.close(reader)
             os.close(writer)
+            Path("/proc/self/oom_score_adj").write_text("0")
             _restrict(program)
             placement.unit.spawn = _fork_zygote  # type: ignore[assignment]
             return service.cli.main.main(arguments)
@@ -124,6 +50,11 @@ class PreloadedServer(Server):
         os.close(writer)
         process.stderr = os.fdopen(reader, "r")
         return process
+
+
+def serve_preloaded(model: str, *flags: str, program: tuple[str, ...] = ()) -> Server:
+    """As `guest_facts.serve`, within seconds."""
+    return serve(model, *flags, program=program, kind=PreloadedServer)
 
 
 def _restrict(program: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from guest_enter_cgroup import enter
 from guest_facts import (
     Facts,
     describe_host,
@@ -18,9 +19,9 @@ from guest_facts import (
     pages_in_numa_maps,
     plan,
     run_scenarios,
-    serve,
     verify,
 )
+from guest_preloaded import serve_preloaded
 from served import Server
 
 from placement import numa
@@ -82,14 +83,14 @@ def wait_for_loader_half_way(pages: int) -> int:
 
 def demo() -> Facts:
     """The demo model."""
-    with serve(DEMO, "--max-model-len=256") as server:
+    with serve_preloaded(DEMO, "--max-model-len=256") as server:
         return observe(server)
 
 
 def replicate() -> Facts:
     """A model that was read beforehand on node 1. One loader is killed half-way, and afterwards a worker."""
     cached = read_on_node(MODEL, 1)
-    server = serve(MODEL)
+    server = serve_preloaded(MODEL)
     os.kill(wait_for_loader_half_way(1000), signal.SIGKILL)
     with server:
         facts = observe(server)
@@ -122,32 +123,35 @@ def move_some(pid: int, node: int, weights: bool) -> int:
 def refused_calls() -> Facts:
     """Calls that a container refuses, with the page cache on the wrong node for node 0."""
     cached = read_on_node(MODEL, 1)
-    with serve(MODEL, program=without_calls("mbind,set_mempolicy,move_pages")) as server:
+    with serve_preloaded(MODEL, program=without_calls("mbind,set_mempolicy,move_pages")) as server:
         return {**observe(server), "page_cache": cached}
 
 
 def cpuset() -> Facts:
-    """One node's CPUs and memory; the command as a user starts it."""
-    with serve(MODEL, program=in_cgroup("cpuset.cpus=2-3,cpuset.mems=1"), kind=Server) as server:
+    """One node's CPUs and memory."""
+    with serve_preloaded(MODEL, program=in_cgroup("cpuset.cpus=2-3,cpuset.mems=1")) as server:
         return observe(server)
 
 
 def memory_limit() -> Facts:
     """A limit of the control group below what serving takes."""
-    return plan(MODEL, program=in_cgroup("memory.max=300M"))
+    enter({"memory.max": "300M"})
+    return plan(MODEL)
 
 
 def interleave() -> Facts:
     """Each node has room for half of the weights but not for all of them."""
-    with filled((0, ROOM_MIB), (1, ROOM_MIB)), serve(MODEL) as server:
+    with filled((0, ROOM_MIB), (1, ROOM_MIB)), serve_preloaded(MODEL) as server:
         return observe(server)
 
 
 def node_filled_while_loading() -> Facts:
-    """Another process takes the node's memory after it was planned with."""
-    server = serve(MODEL, "--nodes=1")
-    server.log.wait_for("pinned")
-    with filled((1, 24)):
+    """Another process takes the node's memory while a loader, which was planned with it, stands still half-way."""
+    server = serve_preloaded(MODEL, "--nodes=1")
+    loader = wait_for_loader_half_way(2000)
+    os.kill(loader, signal.SIGSTOP)
+    with filled((1, 40)):
+        os.kill(loader, signal.SIGCONT)
         status = server.process.wait()
         log = server.log.finish()
     return {"status": status, "log": log.splitlines()}

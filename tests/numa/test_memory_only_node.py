@@ -39,4 +39,4 @@ def test_no_worker_lives_there_and_its_memory_is_left_alone(facts: dict[str, Any
 
 
 def test_its_memory_is_used_when_asked_for(facts: dict[str, Any]) -> None:
-    check_bound(facts["membind"], {"node0": "0"}, {"node0": 2})
+    check_bound(facts["membind"], {"node0": "0"}, {"node0": 2}, membind=True)

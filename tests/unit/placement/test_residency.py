@@ -148,11 +148,11 @@ def test_numa_maps_counts_huge_pages_in_their_own_size(tmp_path):
             [],
             True,
             VerdictKind.PARTLY_BOUND,
-            True,
+            False,
             ["not evenly", "5200 on node 0, 4800 on node 1"],
         ),
         (pages({0: 2, 1: 1}), [0, 1], [], True, VerdictKind.BOUND, True, []),
-        (pages({0: 100}), [0, 1], [], True, VerdictKind.PARTLY_BOUND, True, ["0 on node 1"]),
+        (pages({0: 100}), [0, 1], [], True, VerdictKind.PARTLY_BOUND, False, ["0 on node 1"]),
         (pages({0: 100}), [0, 1], [], False, VerdictKind.BOUND, True, ["nodes 0-1"]),
         (
             pages({1: 90}, unknown=10),
