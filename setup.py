@@ -1,9 +1,11 @@
-"""Build hook: generates the gRPC stubs in numaserve/v1 from protos/ whenever the package is built."""
+"""Build hooks: the gRPC stubs in numaserve/v1 from protos/, and the native CPU kernels where there is a C++ compiler."""
 
 import importlib.resources
+import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
@@ -34,10 +36,24 @@ def generate_stubs(destination: Path) -> None:
     )
 
 
-class BuildWithStubs(build_py):
-    """`build_py` that generates the stubs first, in the source tree, so that editable installs find them too."""
+def build_kernels() -> None:
+    """Compile service/kernels; without a compiler the torch backend serves, which `numaserve serve` says."""
+    sys.path.insert(0, str(ROOT))
+    from service.kernels import build
+
+    if build.is_current():
+        return
+    try:
+        build.build()
+    except build.BuildError as error:
+        print(f"warning: the native CPU kernels were not built: {error}", file=sys.stderr)
+
+
+class BuildAll(build_py):
+    """`build_py` that generates and compiles first, in the source tree, so that editable installs find it all too."""
 
     def run(self) -> None:
+        build_kernels()
         (ROOT / "numaserve" / "v1").mkdir(exist_ok=True)
         generate_stubs(ROOT)
         # The package list was made before the stubs existed on a fresh checkout.
@@ -46,4 +62,18 @@ class BuildWithStubs(build_py):
         super().run()
 
 
-setup(cmdclass={"build_py": BuildWithStubs})
+class PlatformWheel(bdist_wheel):
+    """A wheel for one platform and any Python 3: the kernels know nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+class PlatformDistribution(Distribution):
+    """Holds a compiled library, which is no extension module of Python's."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+setup(cmdclass={"build_py": BuildAll, "bdist_wheel": PlatformWheel}, distclass=PlatformDistribution)

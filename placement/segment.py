@@ -35,12 +35,17 @@ class SegmentError(ValueError):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to be laid out. `dtype` is a torch name such as "bfloat16"; `nbytes` its size in the segment."""
+    """A tensor to be laid out. `dtype` is a torch name such as "bfloat16"; `nbytes` its size in the segment.
+
+    `packing` and `group` are the backend's words for the arrangement of its bytes; "" is row after row.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    packing: str = ""
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    packing: str = ""
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,11 +94,13 @@ class Manifest:
 def _lay_out(tensors: Iterable[TensorSpec]) -> tuple[int, list[TensorEntry], int]:
     """Offsets for tensors: (offset of the data, entries, total length of the file)."""
     specs = list(tensors)
-    described = sum(len(spec.name) + 24 * len(spec.shape) + 128 for spec in specs)
+    described = sum(len(spec.name) + 24 * len(spec.shape) + 192 for spec in specs)
     data_offset = round_up(_HEADER.size + described + _MANIFEST_SLACK, HUGE_PAGE)
     entries, cursor = [], data_offset
     for spec in specs:
-        entries.append(TensorEntry(spec.name, spec.dtype, spec.shape, cursor, spec.nbytes))
+        entries.append(
+            TensorEntry(spec.name, spec.dtype, spec.shape, cursor, spec.nbytes, spec.packing, spec.group)
+        )
         cursor = round_up(cursor + spec.nbytes, TENSOR_ALIGNMENT)
     return data_offset, entries, max(round_up(cursor, os.sysconf("SC_PAGESIZE")), data_offset)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from service.models.packing import Quantization
+
 
 @dataclass(frozen=True)
 class ServiceConfig:
     """What to serve and how. Sizes are bytes, times seconds.
 
-    `max_context_length` 0 takes the model's own. `socket_dir` holds the unix sockets of each worker. Worker i also
-    listens on `worker_ports` + i, unless that is None; 0 lets each pick a free port.
+    `backend` is "cpu" or "torch"; `quantize` is "int8", "int4" or "". `max_context_length` 0 takes the model's
+    own. `socket_dir` holds the unix sockets of each worker. Worker i also listens on `worker_ports` + i, unless
+    that is None; 0 lets each pick a free port.
     """
 
     model_dir: str
@@ -20,6 +23,9 @@ class ServiceConfig:
     port: int
     socket_dir: str
     dtype: str = "auto"
+    backend: str = "torch"
+    quantize: str = ""
+    quantize_group: int = 0
     kv_cache_dtype: str = "auto"
     block_size: int = 16
     max_context_length: int = 0
@@ -40,6 +46,11 @@ class ServiceConfig:
     def from_json(cls, text: str) -> ServiceConfig:
         """Inverse of `to_json`."""
         return cls(**json.loads(text))
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the loader rounds weights; None where it does not."""
+        return Quantization(self.quantize, self.quantize_group) if self.quantize else None
 
     def worker_socket(self, index: int) -> str:
         """Path of a worker's own unix socket."""

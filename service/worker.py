@@ -25,6 +25,7 @@ from placement.plan import Policy
 from placement.segment import Segment
 from placement.topology import read_topology
 from service.config import ServiceConfig
+from service.decoders import open_decoder
 from service.engine.async_engine import AsyncEngine
 from service.engine.engine import Engine, EngineConfig
 from service.engine.kv_memory import KVMemory, allocate_kv_cache
@@ -32,8 +33,6 @@ from service.engine.request import EngineStats, WorkerIdentity
 from service.listeners import leave_port
 from service.loader.checkpoint import Checkpoint, open_checkpoint
 from service.models.config import ModelConfig, parse_config
-from service.models.decoder import Decoder
-from service.ops.torch_ops import TorchOps
 from service.relay.balanced_engine import BalancedEngine
 from service.relay.server import RelayServer
 from service.served_model import SamplingDefaults, ServedModel
@@ -100,15 +99,6 @@ def end_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(token_id for token_id in ids if token_id < config.vocab_size)
 
 
-def weight_tensors(segment: Segment) -> Mapping[str, torch.Tensor]:
-    """Tensors over the segment's read-only pages."""
-    views = segment.views()
-    return {
-        entry.name: torch.frombuffer(views[entry.name], dtype=getattr(torch, entry.dtype)).view(entry.shape)
-        for entry in segment.manifest.tensors
-    }
-
-
 def kv_dtype(service: ServiceConfig, segment: Segment) -> torch.dtype:
     """The cache's type: as asked, or the weights'."""
     name = service.kv_cache_dtype if service.kv_cache_dtype != "auto" else segment.manifest.dtype
@@ -170,7 +160,9 @@ class Worker:
 
     def _make_engine(self) -> Engine:
         prepared, config = self._prepared, self._prepared.model_config
-        decoder = Decoder(config, weight_tensors(prepared.segment), TorchOps())
+        decoder = open_decoder(
+            config, prepared.segment, self._assignment.cpus[: self._assignment.compute_threads]
+        )
         return Engine(
             decoder,
             self._memory.cache,

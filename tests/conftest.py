@@ -1,6 +1,7 @@
 """Fixtures for all tests; puts this folder on the import path, so that helper modules are found by name."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_models import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="module", params=["torch", "cpu"])
+def each_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs what uses it once with each backend, by way of `decoder_harness`."""
+    import decoder_harness
+
+    from service.kernels import build
+
+    if request.param == "cpu" and not build.is_current():
+        build.build()
+    before, decoder_harness.BACKEND = decoder_harness.BACKEND, request.param
+    yield request.param
+    decoder_harness.BACKEND = before
 
 
 @pytest.fixture(scope="session")

@@ -8,24 +8,35 @@ from pathlib import Path
 
 import torch
 
+from service.kernels.library import KernelPool, load
 from service.loader.checkpoint import open_checkpoint
 from service.loader.fill import fill
 from service.models.batch import ForwardBatch, PagedKVCache, SequenceSlice
 from service.models.config import parse_config
 from service.models.decoder import Decoder
-from service.models.weights import plan_weights
+from service.models.native_decoder import NativeDecoder
+from service.models.native_weights import native_weights
+from service.models.packing import Quantization, pack_plan
+from service.models.weights import WeightPlan, plan_weights
 from service.ops.torch_ops import TorchOps
+
+# What computes where a test does not say; the fixture `each_backend` runs a test with each.
+BACKEND = "torch"
+
+
+def fill_memory(plan: WeightPlan, threads: int = 1) -> tuple[dict[str, memoryview], str]:
+    """Memory for each tensor of the plan, filled by the loader, and the digest of the checkpoint's contents."""
+    views = {tensor.name: memoryview(bytearray(tensor.nbytes)) for tensor in plan.tensors}
+    return views, fill(plan, views, threads, lambda _: None)
 
 
 def load_weights(
     model_dir: Path, dtype: str = "auto", threads: int = 1
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """The decoder's tensors by name, as the loader makes them, and the digest of the checkpoint's contents."""
+    """The reference decoder's tensors by name, as the loader makes them, and the digest of the checkpoint's contents."""
     checkpoint = open_checkpoint(model_dir)
     plan = plan_weights(parse_config(checkpoint.config, checkpoint.generation_config), checkpoint, dtype)
-    memory = {tensor.name: bytearray(tensor.nbytes) for tensor in plan.tensors}
-    views = {name: memoryview(data) for name, data in memory.items()}
-    digest = fill(plan, views, threads, lambda _: None)
+    memory, digest = fill_memory(plan, threads)
     tensors = {
         tensor.name: torch.frombuffer(memory[tensor.name], dtype=getattr(torch, tensor.dtype)).view(
             tensor.shape
@@ -35,11 +46,19 @@ def load_weights(
     return tensors, digest
 
 
-def load_decoder(model_dir: Path, dtype: str = "auto") -> Decoder:
-    """A decoder over a copy of the checkpoint in `dtype`."""
+def load_decoder(
+    model_dir: Path, dtype: str = "auto", quantization: Quantization | None = None
+) -> Decoder | NativeDecoder:
+    """A decoder of BACKEND over a copy of the checkpoint in `dtype`, rounded as `quantization` says."""
     checkpoint = open_checkpoint(model_dir)
     config = parse_config(checkpoint.config, checkpoint.generation_config)
-    return Decoder(config, load_weights(model_dir, dtype)[0], TorchOps())
+    if BACKEND == "torch":
+        return Decoder(config, load_weights(model_dir, dtype)[0], TorchOps())
+    plan = pack_plan(plan_weights(config, checkpoint, dtype), quantization)
+    library = load()
+    assert library is not None, "the native kernels are not built: python -m service.kernels.build"
+    pool = KernelPool(library, threads=torch.get_num_threads())
+    return NativeDecoder(config, native_weights(plan.tensors, fill_memory(plan)[0]), pool)
 
 
 @dataclass
@@ -60,7 +79,7 @@ class Harness:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | NativeDecoder,
         num_blocks: int = 256,
         block_size: int = 16,
         kv_dtype: torch.dtype = torch.float32,
@@ -111,8 +130,8 @@ class Harness:
         )
 
     def step(self, pieces: Sequence[tuple[Stream, int]], all_rows: bool = False) -> torch.Tensor:
-        """Runs one step; the logits."""
-        return self.decoder.forward(self.batch(pieces, all_rows), self.cache)
+        """Runs one step; a copy of the logits, which a decoder may overwrite in the next."""
+        return self.decoder.forward(self.batch(pieces, all_rows), self.cache).clone()
 
     def prefill(self, stream: Stream, chunk: int | None = None) -> torch.Tensor:
         """Computes all tokens of a stream that are not computed yet, in chunks; the logits of all those rows."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import service.cli.serve
+import service.decoders
 import service.worker
 from placement.board import Board
 from placement.launcher import LauncherConfig
@@ -28,7 +29,7 @@ def run(prepared: service.worker.Prepared, order: ForkWorker, channel: Channel, 
     def wait_and_poke() -> None:
         with fifo.open("rb") as told:
             told.read(1)
-        name, tensor = next(iter(service.worker.weight_tensors(prepared.segment).items()))
+        name, tensor = next(iter(service.decoders.weight_tensors(prepared.segment).items()))
         print(f"storing into {name}", file=sys.stderr, flush=True)
         tensor.add_(1)
 

@@ -10,6 +10,7 @@ from placement.permissions import probe_permissions
 from placement.plan import make_plan
 from placement.plan_report import plan_json, plan_lines
 from placement.topology import read_topology
+from service.cli.model_flags import add_weight_flags, backend_from
 from service.cli.placement_flags import add_placement_flags, plan_request_from
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, metavar="DIR", help="folder in Hugging Face layout, or a hub name"
     )
-    parser.add_argument("--dtype", default="auto", choices=_DTYPES)
+    add_weight_flags(parser)
     parser.add_argument("--kv-cache-dtype", default="auto", choices=_DTYPES)
     parser.add_argument("--block-size", type=int, default=16, metavar="TOKENS", help="tokens per KV block")
     parser.add_argument(
@@ -43,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
                 raise ValueError(
                     f"--{flag.replace('_', '-')} must be {least} or more, not {getattr(args, flag)}"
                 )
-        sizes = measure(resolve_model(args.model), args.dtype, args.kv_cache_dtype, args.block_size)
+        backend, quantization = backend_from(args)
+        model_dir = resolve_model(args.model)
+        sizes = measure(model_dir, args.dtype, args.kv_cache_dtype, args.block_size, backend, quantization)
         if args.max_model_len > sizes.context_length:
             length = sizes.context_length
             raise ValueError(f"--max-model-len {args.max_model_len}: the model's context length is {length}")

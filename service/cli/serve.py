@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,12 +17,14 @@ from placement.plan import Plan, make_plan
 from placement.runtime_dir import default_runtime_dir
 from placement.topology import read_topology
 from placement.unit import EXIT_BAD_CONFIGURATION
+from service.cli.model_flags import add_weight_flags, backend_from
 from service.cli.placement_flags import add_placement_flags, parse_size, plan_request_from
 from service.config import ServiceConfig
 from service.loader.checkpoint import CheckpointError
 from service.loader.hub import ModelNotFound, resolve_model
 from service.loader.model_size import ModelSizes, measure
 from service.models.config import ConfigError
+from service.models.packing import Quantization
 
 log = logging.getLogger("numaserve.launcher")
 
@@ -38,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--served-model-name", metavar="NAME", help="name in requests and answers (default: the folder's)"
     )
-    model.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    add_weight_flags(model)
     model.add_argument(
         "--max-model-len", type=int, default=0, metavar="TOKENS", help="longest prompt and answer together"
     )
@@ -131,19 +134,20 @@ def context_length(args: argparse.Namespace, sizes: ModelSizes) -> int:
     return int(args.max_model_len) or sizes.context_length
 
 
-def launcher_config(args: argparse.Namespace, model_dir: Path, plan: Plan, context: int) -> LauncherConfig:
-    """Everything that the launcher and its children need. Raises PortUnavailable."""
-    name = args.served_model_name or model_dir.name
-    port_holder = reserve_port(args.host, args.port)
-    port = port_holder.getsockname()[1]
-    runtime_dir = args.runtime_dir or default_runtime_dir(port)
-    service = ServiceConfig(
+def service_config(
+    args: argparse.Namespace, model_dir: Path, context: int, backend: str, quantization: Quantization | None
+) -> ServiceConfig:
+    """What loaders and workers need; the port and the folder of the sockets are still open."""
+    return ServiceConfig(
         model_dir=str(model_dir),
-        model_name=name,
+        model_name=args.served_model_name or model_dir.name,
         host=args.host,
-        port=port,
-        socket_dir=str(runtime_dir),
+        port=args.port,
+        socket_dir="",
         dtype=args.dtype,
+        backend=backend,
+        quantize=quantization.format if quantization else "",
+        quantize_group=quantization.group if quantization else 0,
         kv_cache_dtype=args.kv_cache_dtype,
         block_size=args.block_size,
         max_context_length=context,
@@ -156,9 +160,17 @@ def launcher_config(args: argparse.Namespace, model_dir: Path, plan: Plan, conte
         channelz=args.channelz,
         worker_ports=args.worker_ports,
     )
+
+
+def launcher_config(args: argparse.Namespace, plan: Plan, service: ServiceConfig) -> LauncherConfig:
+    """Everything that the launcher and its children need. Raises PortUnavailable."""
+    port_holder = reserve_port(args.host, args.port)
+    port = port_holder.getsockname()[1]
+    runtime_dir = args.runtime_dir or default_runtime_dir(port)
+    service = replace(service, port=port, socket_dir=str(runtime_dir))
     return LauncherConfig(
         plan=plan,
-        model=name,
+        model=service.model_name,
         version=version("numaserve"),
         address=format_address(args.host, port),
         port_holder=port_holder,
@@ -182,7 +194,8 @@ def prepare(args: argparse.Namespace) -> LauncherConfig | None:
     try:
         check_numbers(args)
         model_dir = resolve_model(args.model)
-        sizes = measure(model_dir, args.dtype, args.kv_cache_dtype, args.block_size)
+        backend, quantization = backend_from(args)
+        sizes = measure(model_dir, args.dtype, args.kv_cache_dtype, args.block_size, backend, quantization)
         check_tokenizer(model_dir)
         context = context_length(args, sizes)
         plan = make_plan(plan_request_from(args, sizes), read_topology(), probe_permissions())
@@ -197,7 +210,8 @@ def prepare(args: argparse.Namespace) -> LauncherConfig | None:
         return None
     log.info("plan: %s, because %s", plan.policy.value, plan.policy_reason)
     try:
-        return launcher_config(args, model_dir, plan, context)
+        service = service_config(args, model_dir, context, backend, quantization)
+        return launcher_config(args, plan, service)
     except PortUnavailable as error:
         log.error("%s", error.strerror)
         return None

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from service.kernels.build import LIBRARY
+from service.kernels.layout import ABI, why_unusable
 from service.kernels.operations import Operation
 from service.kernels.packed import FORMATS, PackedWeight
 from service.kernels.structures import DTYPES, Array, OperationEntry, Weight
@@ -24,7 +25,6 @@ from service.kernels.structures import DTYPES, Array, OperationEntry, Weight
 logger = logging.getLogger(__name__)
 
 ISA_VARIABLE = "NUMASERVE_CPU_ISA"
-_ABI = 1
 
 
 class KernelError(RuntimeError):
@@ -34,15 +34,11 @@ class KernelError(RuntimeError):
 @cache
 def load(path: Path = LIBRARY) -> KernelLibrary | None:
     """The library, or None (said once in the log) where it was not built or does not fit this package."""
-    if not path.exists():
-        logger.warning("native CPU kernels were not built (python -m service.kernels.build): using torch's")
+    problem = why_unusable(path)
+    if problem is not None:
+        logger.warning("%s; using torch's", problem)
         return None
-    try:
-        library = KernelLibrary(path)
-    except (OSError, KernelError) as error:
-        logger.warning("native CPU kernels cannot be loaded, using torch's: %s", error)
-        return None
-    return library
+    return KernelLibrary(path)
 
 
 class KernelLibrary:
@@ -51,7 +47,7 @@ class KernelLibrary:
     def __init__(self, path: Path) -> None:
         self.native = ctypes.CDLL(str(path))
         _declare(self.native)
-        if self.native.numaserve_abi() != _ABI:
+        if self.native.numaserve_abi() != ABI:
             raise KernelError(f"{path} was built from other sources: run python -m service.kernels.build")
 
     def supports(self, isa: str) -> bool:
@@ -96,6 +92,7 @@ class KernelPool:
         if not pool:
             raise KernelError(library.last_error())
         self.library = library
+        self.cpus = None if cpus is None else tuple(cpus)
         self._native = native
         self._pool = ctypes.c_void_p(pool)
         self.close = weakref.finalize(self, native.numaserve_pool_destroy, self._pool)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from service.kernels.layout import FORMATS
 from service.kernels.structures import Weight
 
-FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
+__all__ = ["FORMATS", "PackedWeight"]
 
 
 @dataclass(frozen=True)

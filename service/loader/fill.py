@@ -1,7 +1,4 @@
-"""Reads a checkpoint into the memory that the decoder will use: converts, joins and hashes in one pass.
-
-Files are read with preadv(2), not mapped: a file that shrinks while it is read is then an error and not a SIGBUS.
-"""
+"""Reads a checkpoint into the memory that the decoder will use: converts, joins, packs and hashes in one pass."""
 
 from __future__ import annotations
 
@@ -18,81 +15,61 @@ from pathlib import Path
 
 import torch
 
-from service.loader.checkpoint import CheckpointError, TensorSource
+from service.loader.checkpoint import CheckpointError
+from service.loader.packer import Packer
+from service.loader.part_reader import TORCH_DTYPES, PartReader
 from service.models.weights import ITEM_BYTES, WeightPart, WeightPlan, WeightTensor
-
-_CHUNK_BYTES = 4 << 20
-_TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """One part of a tensor on its way from its file to its place in memory."""
+    """One part of a tensor that is not packed, on its way from its file to its place in memory."""
 
     part: WeightPart
     destination: memoryview
     dtype: str
 
+    @property
+    def parts(self) -> tuple[WeightPart, ...]:
+        return (self.part,)
+
     def run(self, files: Mapping[Path, int], report: Callable[[int], None]) -> list[list[object]]:
         """Copies the part; returns the digest entries of what was read."""
-        source = self.part.source
-        if source.nbytes == 0:
-            return [_digest_entry(source, hashlib.sha256().hexdigest())]
-        if _TORCH_DTYPES[source.dtype] == _TORCH_DTYPES[self.dtype]:
-            return [_digest_entry(source, self._read_in_place(files, report))]
-        entries = []
-        scale = None
-        if self.part.scale is not None:
-            scale, digest = _read_whole(files, self.part.scale)
-            entries.append(_digest_entry(self.part.scale, digest))
-        entries.append(_digest_entry(source, self._convert(files, report, scale)))
-        return entries
+        reader = PartReader(self.part, self.dtype, files)
+        if TORCH_DTYPES[self.part.source.dtype] == TORCH_DTYPES[self.dtype]:
+            for size in reader.copy(self.destination):
+                report(size)
+        else:
+            start = 0
+            for rows in reader.rows():
+                place = self.destination[start : start + rows.nbytes]
+                torch.frombuffer(place, dtype=rows.dtype).view(rows.shape).copy_(rows)
+                start += rows.nbytes
+                report(rows.nbytes)
+        return reader.digests
 
-    def _read_in_place(self, files: Mapping[Path, int], report: Callable[[int], None]) -> str:
-        digest = hashlib.sha256()
-        for start in range(0, self.destination.nbytes, _CHUNK_BYTES):
-            chunk = self.destination[start : start + _CHUNK_BYTES]
-            _read(files, self.part.source, start, chunk)
-            digest.update(chunk)
-            report(chunk.nbytes)
-        return digest.hexdigest()
 
-    def _convert(
-        self, files: Mapping[Path, int], report: Callable[[int], None], scale: torch.Tensor | None
-    ) -> str:
-        source = self.part.source
-        columns = source.shape[-1] if source.shape else 1
-        row_bytes = source.nbytes // (math.prod(source.shape) // columns)
-        rows_at_once = max(1, _CHUNK_BYTES // row_bytes)
-        buffer = memoryview(bytearray(min(rows_at_once * row_bytes, source.nbytes)))
-        out = torch.frombuffer(self.destination, dtype=_TORCH_DTYPES[self.dtype]).view(-1, columns)
-        digest = hashlib.sha256()
-        for row in range(0, out.shape[0], rows_at_once):
-            target = out[row : row + rows_at_once]
-            chunk = buffer[: len(target) * row_bytes]
-            _read(files, source, row * row_bytes, chunk)
-            digest.update(chunk)
-            values = torch.frombuffer(chunk, dtype=_TORCH_DTYPES[source.dtype]).view(-1, columns)
-            if scale is None:
-                target.copy_(values)
-            else:
-                target.copy_(values.float() * _scale_rows(scale, self.part.scale_block, row, values.shape))
-            if self.dtype == "float16" and not target.isfinite().all():
-                raise CheckpointError(
-                    source.file, f"tensor {source.name} has values that float16 cannot hold"
-                )
-            report(target.nbytes)
-        return digest.hexdigest()
+@dataclass(frozen=True)
+class _Pack:
+    """A tensor that is packed: its parts one after the other, because rows of two can share a panel."""
+
+    tensor: WeightTensor
+    destination: memoryview
+
+    @property
+    def parts(self) -> tuple[WeightPart, ...]:
+        return self.tensor.parts
+
+    def run(self, files: Mapping[Path, int], report: Callable[[int], None]) -> list[list[object]]:
+        """Packs the tensor; returns the digest entries of what was read."""
+        tensor, digests = self.tensor, []
+        packer = Packer(tensor, self.destination)
+        for part in tensor.parts:
+            reader = PartReader(part, tensor.dtype, files)
+            for rows in reader.rows(packer.row_multiple):
+                report(packer.add(rows))
+            digests += reader.digests
+        return digests
 
 
 def fill(
@@ -104,13 +81,14 @@ def fill(
     """Fills `destinations[name]`, a writable view of `nbytes` bytes for each tensor of the plan; returns the content digest.
 
     The digest is the SHA-256, in hexadecimal, of the JSON list of [name, dtype, shape, SHA-256 of the bytes] of the
-    checkpoint tensors that were read, sorted by name: files that hold the same tensors agree however they are sharded.
+    checkpoint tensors that were read, sorted by name: files that hold the same tensors agree however they are sharded,
+    and whatever they are converted to.
     `on_progress` gets the bytes of the plan filled since its last call; calls come from several threads, one at a time.
     Each thread holds a few chunks of 4 MiB at most.
     Raises CheckpointError when a file is cut short or cannot be read.
     """
-    copies = [copy for tensor in plan.tensors for copy in _copies_of(tensor, destinations[tensor.name])]
-    copies.sort(key=lambda copy: copy.part.source.nbytes, reverse=True)
+    jobs = [job for tensor in plan.tensors for job in _jobs_of(tensor, destinations[tensor.name])]
+    jobs.sort(key=lambda job: sum(part.source.nbytes for part in job.parts), reverse=True)
     lock = threading.Lock()
 
     def report(filled: int) -> None:
@@ -118,21 +96,21 @@ def fill(
             on_progress(filled)
 
     with contextlib.ExitStack() as stack:
-        files = _open_files(copies, stack)
+        files = _open_files(jobs, stack)
         # The pool is the parallelism: a conversion must not start threads of its own, nor off the pool's CPUs.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         pool = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="fill"))
         stack.callback(pool.shutdown, cancel_futures=True)
-        jobs = [pool.submit(copy.run, files, report) for copy in copies]
-        digests = [digest for job in jobs for digest in job.result()]
+        running = [pool.submit(job.run, files, report) for job in jobs]
+        digests = [digest for job in running for digest in job.result()]
     return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()
 
 
-def _open_files(copies: Sequence[_Copy], stack: contextlib.ExitStack) -> dict[Path, int]:
+def _open_files(jobs: Sequence[_Copy | _Pack], stack: contextlib.ExitStack) -> dict[Path, int]:
     files: dict[Path, int] = {}
-    for copy in copies:
-        for source in (copy.part.source, copy.part.scale):
+    for part in (part for job in jobs for part in job.parts):
+        for source in (part.source, part.scale):
             if source is not None and source.file not in files:
                 try:
                     files[source.file] = os.open(source.file, os.O_RDONLY | os.O_CLOEXEC)
@@ -142,52 +120,18 @@ def _open_files(copies: Sequence[_Copy], stack: contextlib.ExitStack) -> dict[Pa
     return files
 
 
-def _copies_of(tensor: WeightTensor, destination: memoryview) -> list[_Copy]:
-    """One copy for each part, with its own stretch of the tensor's memory."""
+def _jobs_of(tensor: WeightTensor, destination: memoryview) -> Sequence[_Copy | _Pack]:
+    """What fills a tensor's memory: each part has its own stretch of it, unless they are packed."""
     view = destination.cast("B")
     if view.nbytes != tensor.nbytes or view.readonly:
         raise ValueError(
             f"destination of {tensor.name}: {view.nbytes} bytes, wanted {tensor.nbytes} writable ones"
         )
+    if tensor.packing:
+        return [_Pack(tensor, view)]
     copies, start = [], 0
     for part in tensor.parts:
         size = math.prod(part.source.shape) * ITEM_BYTES[tensor.dtype]
         copies.append(_Copy(part, view[start : start + size], tensor.dtype))
         start += size
     return copies
-
-
-def _read(files: Mapping[Path, int], source: TensorSource, start: int, buffer: memoryview) -> None:
-    """Fills `buffer` from byte `start` of the tensor on."""
-    done = 0
-    while done < buffer.nbytes:
-        try:
-            count = os.preadv(files[source.file], [buffer[done:]], source.offset + start + done)
-        except OSError as error:
-            raise CheckpointError(source.file, f"cannot be read: {error.strerror}") from error
-        if count == 0:
-            raise CheckpointError(source.file, f"was truncated while tensor {source.name} was read")
-        done += count
-
-
-def _read_whole(files: Mapping[Path, int], source: TensorSource) -> tuple[torch.Tensor, str]:
-    data = bytearray(source.nbytes)
-    _read(files, source, 0, memoryview(data))
-    values = torch.frombuffer(data, dtype=_TORCH_DTYPES[source.dtype]).view(source.shape).float()
-    return values, hashlib.sha256(data).hexdigest()
-
-
-def _scale_rows(
-    scale: torch.Tensor, block: tuple[int, int] | None, row: int, shape: torch.Size
-) -> torch.Tensor:
-    """The scales of `shape[0]` rows from `row` on, broadcastable to `shape`."""
-    if scale.numel() == 1:
-        return scale.view(1, 1)
-    if block is None:
-        return scale.view(-1, 1)[row : row + shape[0]]
-    by_row = scale[torch.arange(row, row + shape[0]) // block[0]]
-    return by_row.repeat_interleave(block[1], dim=1)[:, : shape[1]]
-
-
-def _digest_entry(source: TensorSource, digest: str) -> list[object]:
-    return [source.name, source.dtype, list(source.shape), digest]

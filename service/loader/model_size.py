@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from service.backends import lay_out_for
 from service.loader.checkpoint import open_checkpoint
 from service.models.config import parse_config
+from service.models.packing import Quantization
 from service.models.weights import DTYPES, ITEM_BYTES, plan_weights
 
 
@@ -30,7 +32,14 @@ class ModelSizes:
     tensors: int
 
 
-def measure(model_dir: Path, dtype: str = "auto", kv_dtype: str = "auto", block_size: int = 16) -> ModelSizes:
+def measure(
+    model_dir: Path,
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    block_size: int = 16,
+    backend: str = "torch",
+    quantization: Quantization | None = None,
+) -> ModelSizes:
     """Opens the checkpoint, pairs every tensor with the decoder's, and adds up. `kv_dtype` "auto" is the weights' dtype.
 
     Raises CheckpointError or ConfigError, naming file or key, for a model that cannot be served.
@@ -39,7 +48,7 @@ def measure(model_dir: Path, dtype: str = "auto", kv_dtype: str = "auto", block_
         raise ValueError(f"kv_dtype: must be auto, {', '.join(DTYPES)}, not {kv_dtype!r}")
     checkpoint = open_checkpoint(model_dir)
     config = parse_config(checkpoint.config, checkpoint.generation_config)
-    plan = plan_weights(config, checkpoint, dtype)
+    plan = lay_out_for(backend, plan_weights(config, checkpoint, dtype), quantization)
     kv_dtype = plan.dtype if kv_dtype == "auto" else kv_dtype
     per_token = 2 * len(config.layers) * config.num_kv_heads * config.head_dim * ITEM_BYTES[kv_dtype]
     return ModelSizes(

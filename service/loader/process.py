@@ -17,6 +17,7 @@ from placement.messages import Channel, Failed, LoadProgress, SegmentBuilt, Zygo
 from placement.plan import Policy
 from placement.residency import Verdict, judge, pages_per_node
 from placement.segment import SegmentBuilder, TensorSpec
+from service.backends import PANELS, ROWS, lay_out_for
 from service.config import ServiceConfig
 from service.loader.checkpoint import CheckpointError, open_checkpoint
 from service.loader.fill import fill
@@ -25,7 +26,6 @@ from service.models.weights import WeightPlan, plan_weights
 
 log = logging.getLogger("numaserve.loader")
 
-LAYOUT = "plain"
 _REPORT_SECONDS = 0.1
 
 
@@ -60,8 +60,12 @@ def build_segment(
     fill_destinations: Callable[[SegmentBuilder], str],
 ) -> tuple[int, str, Verdict, Binding, SegmentBuilder, tuple[tuple[int, int], ...]]:
     """Create, bind, fill, judge and seal: (descriptor, digest, verdict, outcome of mbind, builder, pages per node)."""
-    specs = [TensorSpec(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes) for tensor in plan.tensors]
-    builder = SegmentBuilder(unit, LAYOUT, plan.dtype, specs)
+    specs = [
+        TensorSpec(each.name, each.dtype, each.shape, each.nbytes, each.packing, each.group)
+        for each in plan.tensors
+    ]
+    layout = PANELS if any(tensor.packing for tensor in plan.tensors) else ROWS
+    builder = SegmentBuilder(unit, layout, plan.dtype, specs)
     binding = bind_mapping(builder.mapping, memory_nodes, policy)
     digest = fill_destinations(builder)
     residency = pages_per_node(builder.mapping.address + builder.data_offset, builder.data_length)
@@ -77,8 +81,9 @@ def run(channel: Channel, config: ZygoteConfig) -> None:
     _prefer_as_oom_victim()
     try:
         checkpoint = open_checkpoint(Path(service.model_dir))
-        plan = plan_weights(
-            parse_config(checkpoint.config, checkpoint.generation_config), checkpoint, service.dtype
+        model = parse_config(checkpoint.config, checkpoint.generation_config)
+        plan = lay_out_for(
+            service.backend, plan_weights(model, checkpoint, service.dtype), service.quantization
         )
         total = sum(tensor.nbytes for tensor in plan.tensors)
         reporter = _Reporter(channel, total)

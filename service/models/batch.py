@@ -55,3 +55,16 @@ class PagedKVCache:
     def num_blocks(self) -> int:
         """Blocks in the pool."""
         return self.keys.shape[1]
+
+
+def rope_lengths(batch: ForwardBatch, whole_prompts: bool) -> torch.Tensor:
+    """The length that each row's rotation is for, [rows] int64; see service.models.rope.
+
+    `whole_prompts`: a prompt's rows are rotated for the length of all of it, which matters to some ropes alone.
+    """
+    lengths = batch.positions + 1
+    if whole_prompts:
+        for sequence in batch.sequences:
+            rows = lengths[sequence.query_start : sequence.query_start + sequence.query_length]
+            rows.clamp_(min=sequence.prompt_length or sequence.context_length)
+    return lengths

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from service.models.batch import ForwardBatch, PagedKVCache
+from service.models.batch import ForwardBatch, PagedKVCache, rope_lengths
 from service.models.config import LayerConfig, ModelConfig, RopeConfig
 from service.models.rope import RotaryTable
 from service.ops.attention import AttentionPlan, AttentionShape
@@ -101,7 +101,9 @@ class Decoder:
         rows = len(batch.token_ids)
         padding = -rows % self._ops.tile_rows
         positions = torch.nn.functional.pad(batch.positions, (0, padding))
-        lengths = self._rope_lengths(batch, positions)
+        lengths = torch.nn.functional.pad(
+            rope_lengths(batch, self.config.length_dependent_from is not None), (0, padding), value=1
+        )
         plans = {
             window: self._ops.plan_attention(
                 self._shape, window, batch.sequences, batch.block_tables, cache.block_size
@@ -110,15 +112,6 @@ class Decoder:
         }
         rotations = {rope: table.rows(positions, lengths) for rope, table in self._rotary.items()}
         return _Step(batch, torch.nn.functional.pad(batch.token_ids, (0, padding)), rows, plans, rotations)
-
-    def _rope_lengths(self, batch: ForwardBatch, positions: torch.Tensor) -> torch.Tensor:
-        """The length that each row's rotation is for; see service.models.rope."""
-        lengths = positions + 1
-        if self.config.length_dependent_from is not None:
-            for sequence in batch.sequences:
-                rows = lengths[sequence.query_start : sequence.query_start + sequence.query_length]
-                rows.clamp_(min=sequence.prompt_length or sequence.context_length)
-        return lengths
 
     def _attention(
         self, layer: _Layer, step: _Step, x: torch.Tensor, cache: PagedKVCache, index: int

@@ -51,13 +51,18 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class WeightTensor:
-    """One tensor of the decoder: its parts, converted to `dtype` (a torch dtype's name), lie one after the other."""
+    """One tensor of the decoder: its parts, converted to `dtype` (a torch dtype's name), lie one after the other.
+
+    `packing` is the format of the native kernels that it is packed in, `group` its columns to a scale; "" is not packed.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
     parts: tuple[WeightPart, ...]
+    packing: str = ""
+    group: int = 0
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,11 @@ def embed(name: str, prompt: list[int], deadline: float | None = None, **params:
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+def served(
+    each_backend: str,  # noqa: ARG001
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Served:
     return Served.load(make_tiny_model(tmp_path_factory.mktemp("model"), request.param))
 
 

@@ -24,7 +24,7 @@ LENGTHS = [5, 600, 17, 33, 64, 65, 120, 256]
 
 
 @pytest.fixture(scope="module")
-def load_variant(tmp_path_factory: pytest.TempPathFactory):
+def load_variant(each_backend: str, tmp_path_factory: pytest.TempPathFactory):  # noqa: ARG001
     loaded: dict[str, Served] = {}
 
     def load(variant: str) -> Served:

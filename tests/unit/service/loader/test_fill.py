@@ -8,7 +8,7 @@ from decoder_harness import load_weights
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny_model
 
-from service.loader import fill as fill_module
+from service.loader import part_reader
 from service.loader.checkpoint import CheckpointError, open_checkpoint
 from service.loader.fill import fill
 from service.models.config import parse_config
@@ -27,7 +27,7 @@ def plan_of(model_dir: Path, dtype: str = "auto") -> WeightPlan:
 def test_converted_and_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, served: str
 ) -> None:
-    monkeypatch.setattr(fill_module, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(part_reader, "CHUNK_BYTES", 1000)
     model_dir = make_tiny_model(tmp_path, attention_bias=True, dtype=stored, num_hidden_layers=1)
     weights, _ = load_weights(model_dir, served, threads=3)
     file = load_file(model_dir / "model.safetensors")
@@ -127,7 +127,7 @@ def random_scale(granularity: str, rows: int, columns: int) -> tuple[torch.Tenso
 
 @pytest.mark.parametrize("granularity", ["tensor", "scalar", "row", "row column", "block"])
 def test_fp8_becomes_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, granularity: str) -> None:
-    monkeypatch.setattr(fill_module, "_CHUNK_BYTES", 700)
+    monkeypatch.setattr(part_reader, "CHUNK_BYTES", 700)
     quantization: dict[str, object] = {"quant_method": "fp8", "activation_scheme": "static"}
     if granularity == "block":
         quantization["weight_block_size"] = list(FP8_BLOCK)

@@ -10,6 +10,8 @@ from decoder_harness import Harness, load_decoder
 from tiny_models import VOCAB_SIZE, make_tiny_model, tiny_model
 from transformers import Qwen2ForCausalLM
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 DECODED = 40
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},

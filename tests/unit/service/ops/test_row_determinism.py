@@ -52,6 +52,7 @@ def in_company(decoder: Decoder, kv_dtype: torch.dtype, seed: int) -> torch.Tens
     return torch.cat(rows)
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
 def test_batch_mates_and_chunks_do_not_matter(tmp_path: Path, family: str, dtype: str) -> None:
@@ -60,6 +61,7 @@ def test_batch_mates_and_chunks_do_not_matter(tmp_path: Path, family: str, dtype
     assert torch.equal(in_company(decoder, kv_dtype, seed=3), expected)
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize(
     "family", [name for name in FAMILIES if name not in ("llama", "gemma2", "qwen3_moe")]
 )
@@ -68,6 +70,7 @@ def test_other_families(tmp_path: Path, family: str) -> None:
     assert torch.equal(in_company(decoder, torch.float32, seed=7), alone(decoder, torch.float32))
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_ropes_that_depend_on_the_prompt(tmp_path: Path, kind: str) -> None:
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
@@ -80,6 +83,7 @@ def test_ropes_that_depend_on_the_prompt(tmp_path: Path, kind: str) -> None:
     assert torch.equal(in_company(decoder, torch.float32, seed=1), alone(decoder, torch.float32))
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_threads_do_not_matter(tmp_path: Path, dtype: str) -> None:
     model_dir = make_tiny_model(tmp_path, intermediate_size=1000, num_hidden_layers=2)
@@ -89,6 +93,7 @@ def test_threads_do_not_matter(tmp_path: Path, dtype: str) -> None:
     assert torch.equal(harness.prefill(harness.start(prompt_of(LENGTH + DECODED)), chunk=90), expected)
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("block_size", [1, 5, 16, 128])
 def test_recomputing_with_other_blocks_gives_the_same(tmp_path: Path, block_size: int) -> None:
     """As after preemption: what was decoded is part of the prompt, in other blocks, of another size even."""
