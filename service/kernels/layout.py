@@ -14,6 +14,8 @@ from service.kernels.build import LIBRARY
 ABI = 1
 FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 INTEGER_FORMATS = ("int8", "int4")
+# Columns that may share a scale; 0 is all of a row.
+GROUPS = (0, 16, 32, 64, 128, 256)
 
 _PANEL_ROWS = 16
 _ALIGNMENT = 64
@@ -24,8 +26,8 @@ def packed_bytes(format: str, rows: int, columns: int, group: int = 0) -> int:
     """Bytes of a weight [rows, columns] once packed; `group` columns share a scale (0: all). Raises ValueError."""
     if format not in FORMATS:
         raise ValueError(f"format: {format!r} is unknown; known are {', '.join(FORMATS)}")
-    if group % 2 or group < 0:
-        raise ValueError(f"group: must be even and not negative, not {group}")
+    if group not in GROUPS:
+        raise ValueError(f"group: must be one of {', '.join(map(str, GROUPS))}, not {group}")
     panels, pairs = -(-rows // _PANEL_ROWS), -(-columns // 2)
     size = panels * pairs * _PAIR_BYTES[format]
     if format not in INTEGER_FORMATS:

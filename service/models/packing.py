@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from service.kernels import layout
-from service.kernels.layout import INTEGER_FORMATS
+from service.kernels.layout import GROUPS, INTEGER_FORMATS
 from service.models.weights import WeightPlan, WeightTensor
 
 QUANTIZATIONS = INTEGER_FORMATS
@@ -39,8 +39,9 @@ def parse_quantization(name: str | None, group: int | None) -> Quantization | No
     if name not in QUANTIZATIONS:
         raise ValueError(f"--quantize must be {' or '.join(QUANTIZATIONS)}, not {name!r}")
     group = DEFAULT_GROUPS[name] if group is None else group
-    if group < 0 or group % 2:
-        raise ValueError(f"--quantize-group-size must be 0 (a whole row) or even, not {group}")
+    if group not in GROUPS:
+        known = ", ".join(map(str, GROUPS))
+        raise ValueError(f"--quantize-group-size must be one of {known} (0: a whole row), not {group}")
     return Quantization(name, group)
 
 

@@ -20,7 +20,7 @@ def test_without_a_build_it_says_so_once(tmp_path: Path, caplog: pytest.LogCaptu
         assert library.load(tmp_path / "absent.so") is None
         assert library.load(tmp_path / "absent.so") is None
     assert [record.message for record in caplog.records if "not built" in record.message] == [
-        "native CPU kernels were not built (python -m service.kernels.build): using torch's"
+        "native CPU kernels were not built (python -m service.kernels.build); using torch's"
     ]
 
 

@@ -8,10 +8,13 @@ from decoder_harness import load_weights
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny_model
 
+from service.kernels.library import KernelPool, load
 from service.loader import part_reader
 from service.loader.checkpoint import CheckpointError, open_checkpoint
 from service.loader.fill import fill
 from service.models.config import parse_config
+from service.models.native_weights import native_weights
+from service.models.packing import Quantization, pack_plan
 from service.models.weights import WeightPlan, plan_weights
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -153,3 +156,37 @@ def test_fp8_becomes_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, g
     )
     assert plan_of(model_dir).dtype == "bfloat16"
     assert load_weights(model_dir, "float32")[0]["layers.0.mlp.down.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "packing", [None, Quantization("int8", 0), Quantization("int8", 32), Quantization("int4", 32)]
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_packed_as_the_kernels_pack_whole_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, packing: Quantization | None
+) -> None:
+    """Chunks, parts that share a panel and threads do not show."""
+    monkeypatch.setattr(part_reader, "CHUNK_BYTES", 3000)
+    model_dir = make_tiny_model(tmp_path, family, num_hidden_layers=1, dtype="bfloat16")
+    plan = pack_plan(plan_of(model_dir), packing)
+    views = {t.name: memoryview(bytearray(t.nbytes)) for t in plan.tensors}
+    seen: list[int] = []
+    digest = fill(plan, views, 3, seen.append)
+    weights, plain_digest = load_weights(model_dir)
+    library = load()
+    assert library is not None
+    pool = KernelPool(library, threads=1)
+    packed = native_weights(plan.tensors, views)
+    assert sum(seen) == plan.nbytes
+    assert digest == plain_digest
+    assert set(packed.matrices) | set(packed.experts) | set(packed.vectors) == set(weights)
+    for tensor in plan.tensors:
+        if not tensor.packing:
+            assert torch.equal(packed.vectors[tensor.name], weights[tensor.name])
+            continue
+        matrices = weights[tensor.name].view(-1, *tensor.shape[-2:])
+        stored = packed.experts.get(tensor.name) or (packed.matrices[tensor.name],)
+        for matrix, own in zip(matrices, stored, strict=True):
+            search = 12 if tensor.packing == "int4" else 0
+            expected = pool.pack(matrix, tensor.packing, group=tensor.group, search=search)
+            assert torch.equal(own.data, expected.data)
