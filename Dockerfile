@@ -15,6 +15,8 @@ ARG PIP_EXTRA_INDEX_URL=
 WORKDIR /src
 RUN python -m venv /opt/numaserve
 ENV PATH=/opt/numaserve/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# For the native kernels.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 # The dependencies first: they change less often than the code.
 COPY pyproject.toml ./
 RUN python -c "import tomllib; print('\n'.join(tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']))" \

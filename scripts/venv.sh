@@ -35,7 +35,9 @@ name one with PYTHON=/path/to/python"
 
 # What the installation depends on; when it changes, the package is installed anew.
 install_fingerprint() {
-    (cd "$root" && cat pyproject.toml setup.py $(find protos -name '*.proto' | sort)) | sha256sum | cut -d' ' -f1
+    (cd "$root" && cat pyproject.toml setup.py \
+        $(find protos service/kernels -name '*.proto' -o -name '*.cpp' -o -name '*.h' -o -name build.py | sort)) |
+        sha256sum | cut -d' ' -f1
 }
 
 # ensure_venv EXTRA...: .venv exists and holds the package, editable, with these extras.
