@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from service.engine.request import SamplingParams
 from service.text.tokenizer import Tokenizer
@@ -11,8 +11,7 @@ from service.text.tokenizer import Tokenizer
 _CONTEXT_TOKENS = 64
 
 
-@dataclass(frozen=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """Text that is certain and new; `stop_reason` is the stop string that was found, if one was."""
 
     text: str
@@ -124,11 +123,11 @@ class TextOutput:
         self._tokens += 1
         if token_id in self._end_ids and not self._params.include_stop_str_in_output:
             return TextDelta("", self._stop_reason)
-        text = "".join(
-            self._detokenizer.push(piece)
-            for piece in self._tokenizer.pieces((token_id,), self._params.skip_special_tokens)
-        )
-        return TextDelta(self._cut(text), self._stop_reason)
+        piece = self._tokenizer.piece(token_id, self._params.skip_special_tokens)
+        text = "" if piece is None else self._detokenizer.push(piece)
+        if self._params.stop:
+            text = self._cut(text)
+        return TextDelta(text, self._stop_reason)
 
     def finish(self) -> str:
         """The rest of the text: what was held back, with U+FFFD for a character that stayed incomplete."""
