@@ -14,17 +14,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from service.engine.likeliest import Floats, Integers, Likeliest
+
 WEIGHT_BITS = 30
 _WEIGHT_OF_LIKELIEST = float(1 << WEIGHT_BITS)
 _LOG2_E = math.log2(math.e)
 _GROUPS = 64
 _FEW = 1024
 _DRAW_BLOCK = 256
+# More than any rounding makes of a weight's relative error.
+_ROUNDING = 1e-5
 # From so many candidates on, putting them in bins first is faster than sorting them all.
 _BINNED_FROM = 2048
 
-Floats = npt.NDArray[np.float32]
-Integers = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.int32]
 
 
@@ -74,15 +76,23 @@ class RowSoftmax:
         """log(sum(exp(scores)))."""
         return highest + math.log(_total(self.weights(scores, highest))) - WEIGHT_BITS * math.log(2)
 
-    def filtered(self, scores: Floats, highest: float, filters: Filters) -> Candidates:
-        """What stays of scores [vocab] after temperature, top_k, top_p, min_p and typical_p, in that order."""
+    def filtered(
+        self, scores: Floats, highest: float, filters: Filters, known: Likeliest | None = None
+    ) -> Candidates:
+        """What stays of scores [vocab] after temperature, top_k, top_p, min_p and typical_p, in that order.
+
+        `known` are the row's likeliest tokens. The outcome is the same without them; with them most rows are
+        spared a search through all scores.
+        """
         ids: Integers | None = None
+        if known is not None and _holds_all_kept(known, filters, len(scores)):
+            scores, ids, known = known.scores, known.ids, None
         if 0 < filters.top_k < len(scores):
-            ids = largest(scores, filters.top_k)
-            scores = scores[ids]
+            kept = largest(scores, filters.top_k)
+            scores, ids, known = scores[kept], kept if ids is None else ids[kept], None
         weights = self.weights(scores, highest, filters.temperature)
         if filters.top_p < 1.0:
-            kept = _likeliest_share(scores, weights, filters.top_p)
+            kept = _likeliest_share(scores, weights, filters.top_p, None if known is None else known.ids)
             scores, weights, ids = scores[kept], weights[kept], kept if ids is None else ids[kept]
         if filters.min_p > 0.0:
             kept = np.flatnonzero(weights >= filters.min_p * _WEIGHT_OF_LIKELIEST)
@@ -94,8 +104,21 @@ class RowSoftmax:
         return Candidates(weights, ids)
 
 
+def _holds_all_kept(known: Likeliest, filters: Filters, vocab_size: int) -> bool:
+    """Whether the first filter surely drops all but the known tokens."""
+    if 0 < filters.top_k < vocab_size:
+        return len(known.ids) >= filters.top_k
+    if filters.top_p < 1.0 or filters.min_p <= 0.0:
+        return False
+    others = math.exp((known.bound - known.highest) / filters.temperature)
+    return others * (1 + _ROUNDING) + 1 / _WEIGHT_OF_LIKELIEST < filters.min_p
+
+
 def draw(weights: Weights, uniform: int) -> int:
     """A place in weights [n] by inverse CDF; `uniform` is an integer in [0, 2**64)."""
+    if len(weights) <= _FEW:
+        through = weights.cumsum(dtype=np.int64)
+        return int(through.searchsorted((uniform * int(through[-1])) >> 64, side="right"))
     whole = len(weights) // _DRAW_BLOCK * _DRAW_BLOCK
     blocks = weights[:whole].reshape(-1, _DRAW_BLOCK).sum(axis=1, dtype=np.int64)
     through = np.append(blocks, _total(weights[whole:])).cumsum()
@@ -135,19 +158,25 @@ def by_score(scores: Floats, ids: Integers) -> Integers:
 
 
 def _total(weights: Weights) -> int:
-    return int(torch.from_numpy(weights).sum())
+    return int(np.add.reduce(weights, dtype=np.int64))
 
 
-def _likeliest_share(scores: Floats, weights: Weights, share: float) -> Integers:
-    """Places of the fewest likeliest tokens whose share reaches `share`; of equals at the end, those with the lowest ids."""
+def _likeliest_share(
+    scores: Floats, weights: Weights, share: float, known: Integers | None = None
+) -> Integers:
+    """Places of the fewest likeliest tokens whose share reaches `share`; of equals at the end, those with the
+    lowest ids. `known` are places of tokens that are likelier than all others.
+    """
     total = _total(weights)
     wanted = share * total
     spare = (1.0 - share) * total
-    # Few tokens are enough as a rule; all below the last bound together do not reach what may be left out.
-    for divisor in (_FEW, len(weights)):
-        places = np.flatnonzero(weights >= max(1, int(spare / divisor)))
-        if weights[places].sum(dtype=np.int64) >= wanted:
-            break
+    places = np.zeros(0, dtype=np.int64) if known is None else known
+    if _total(weights[places]) < wanted:
+        # Few tokens are enough as a rule; all below the last bound together do not reach what may be left out.
+        for divisor in (_FEW, len(weights)):
+            places = np.flatnonzero(weights >= max(1, int(spare / divisor)))
+            if _total(weights[places]) >= wanted:
+                break
     above, before = places[:0], 0
     if len(places) > _BINNED_FROM:
         above, places, before = _bin_of_share(weights, places, wanted)
