@@ -14,16 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from service.engine.likeliest import Floats, Integers, Likeliest
+from service.engine.likeliest import Floats, Integers
 
 WEIGHT_BITS = 30
-_WEIGHT_OF_LIKELIEST = float(1 << WEIGHT_BITS)
+WEIGHT_OF_LIKELIEST = float(1 << WEIGHT_BITS)
 _LOG2_E = math.log2(math.e)
+# The cast to integers cuts off, so that adding a half rounds.
+_HALF = torch.tensor(0.5)
 _GROUPS = 64
 _FEW = 1024
 _DRAW_BLOCK = 256
-# More than any rounding makes of a weight's relative error.
-_ROUNDING = 1e-5
 # From so many candidates on, putting them in bins first is faster than sorting them all.
 _BINNED_FROM = 2048
 
@@ -53,13 +53,20 @@ class Candidates:
         return place if self.ids is None else int(self.ids[place])
 
 
+def softmax_weights(scores: Floats, highest: Floats, temperatures: npt.NDArray[np.float64]) -> Weights:
+    """Weights [n] as those of `RowSoftmax`, each score having its own row's highest score and temperature."""
+    factors = (_LOG2_E / temperatures).astype(np.float32)
+    powers = torch.from_numpy((scores - highest) * factors).exp2_()
+    result: Weights = torch.add(_HALF, powers, alpha=WEIGHT_OF_LIKELIEST).to(torch.int32).numpy()
+    return result
+
+
 class RowSoftmax:
     """Softmax weights of rows of at most `most` scores; what it returns is valid until the next call."""
 
     def __init__(self, most: int) -> None:
         self._powers = torch.empty(most)
         self._weights = torch.empty(most, dtype=torch.int32)
-        self._half = torch.tensor(0.5)
 
     def weights(self, scores: Floats, highest: float, temperature: float = 1.0) -> Weights:
         """Weights [n] of scores [n] relative to `highest`, which must be the largest score."""
@@ -67,51 +74,36 @@ class RowSoftmax:
         powers, weights = self._powers[:count], self._weights[:count]
         torch.sub(torch.from_numpy(scores), highest, out=powers)
         powers.mul_(_LOG2_E / temperature).exp2_()
-        # The cast cuts off, so that adding a half rounds.
-        torch.add(self._half, powers, alpha=_WEIGHT_OF_LIKELIEST, out=powers)
+        torch.add(_HALF, powers, alpha=WEIGHT_OF_LIKELIEST, out=powers)
         result: Weights = weights.copy_(powers).numpy()
         return result
+
+    def total(self, scores: Floats, highest: float, temperature: float) -> int:
+        """The sum of all weights of scores [n]."""
+        return _total(self.weights(scores, highest, temperature))
 
     def log_normalizer(self, scores: Floats, highest: float) -> float:
         """log(sum(exp(scores)))."""
         return highest + math.log(_total(self.weights(scores, highest))) - WEIGHT_BITS * math.log(2)
 
-    def filtered(
-        self, scores: Floats, highest: float, filters: Filters, known: Likeliest | None = None
-    ) -> Candidates:
-        """What stays of scores [vocab] after temperature, top_k, top_p, min_p and typical_p, in that order.
-
-        `known` are the row's likeliest tokens. The outcome is the same without them; with them most rows are
-        spared a search through all scores.
-        """
+    def filtered(self, scores: Floats, highest: float, filters: Filters) -> Candidates:
+        """What stays of scores [vocab] after temperature, top_k, top_p, min_p and typical_p, in that order."""
         ids: Integers | None = None
-        if known is not None and _holds_all_kept(known, filters, len(scores)):
-            scores, ids, known = known.scores, known.ids, None
         if 0 < filters.top_k < len(scores):
-            kept = largest(scores, filters.top_k)
-            scores, ids, known = scores[kept], kept if ids is None else ids[kept], None
+            ids = largest(scores, filters.top_k)
+            scores = scores[ids]
         weights = self.weights(scores, highest, filters.temperature)
         if filters.top_p < 1.0:
-            kept = _likeliest_share(scores, weights, filters.top_p, None if known is None else known.ids)
+            kept = _likeliest_share(scores, weights, filters.top_p)
             scores, weights, ids = scores[kept], weights[kept], kept if ids is None else ids[kept]
         if filters.min_p > 0.0:
-            kept = np.flatnonzero(weights >= filters.min_p * _WEIGHT_OF_LIKELIEST)
+            kept = np.flatnonzero(weights >= filters.min_p * WEIGHT_OF_LIKELIEST)
             scores, weights, ids = scores[kept], weights[kept], kept if ids is None else ids[kept]
         if filters.typical_p < 1.0:
             below = (scores.astype(np.float64) - highest) / filters.temperature
             kept = _typical_share(below, weights, filters.typical_p)
             weights, ids = weights[kept], kept if ids is None else ids[kept]
         return Candidates(weights, ids)
-
-
-def _holds_all_kept(known: Likeliest, filters: Filters, vocab_size: int) -> bool:
-    """Whether the first filter surely drops all but the known tokens."""
-    if 0 < filters.top_k < vocab_size:
-        return len(known.ids) >= filters.top_k
-    if filters.top_p < 1.0 or filters.min_p <= 0.0:
-        return False
-    others = math.exp((known.bound - known.highest) / filters.temperature)
-    return others * (1 + _ROUNDING) + 1 / _WEIGHT_OF_LIKELIEST < filters.min_p
 
 
 def draw(weights: Weights, uniform: int) -> int:
@@ -149,34 +141,33 @@ def largest(scores: Floats, count: int) -> Integers:
 
 def by_score(scores: Floats, ids: Integers) -> Integers:
     """`ids`, by falling score; equals by rising id."""
-    # Adding zero makes a negative zero positive.
-    bits = (scores[ids] + np.float32(0.0)).view(np.int32)
-    rising = bits ^ ((bits >> 31) & 0x7FFF_FFFF)
-    keys = (~rising).astype(np.int64) << 32 | ids
+    keys = (~rising_bits(scores[ids])).astype(np.int64) << 32 | ids
     keys.sort()
     return keys & 0xFFFF_FFFF
+
+
+def rising_bits(scores: Floats) -> Weights:
+    """Integers [n] in the order of scores [n]."""
+    # Adding zero makes a negative zero positive.
+    bits = (scores + np.float32(0.0)).view(np.int32)
+    rising: Weights = bits ^ ((bits >> 31) & 0x7FFF_FFFF)
+    return rising
 
 
 def _total(weights: Weights) -> int:
     return int(np.add.reduce(weights, dtype=np.int64))
 
 
-def _likeliest_share(
-    scores: Floats, weights: Weights, share: float, known: Integers | None = None
-) -> Integers:
-    """Places of the fewest likeliest tokens whose share reaches `share`; of equals at the end, those with the
-    lowest ids. `known` are places of tokens that are likelier than all others.
-    """
+def _likeliest_share(scores: Floats, weights: Weights, share: float) -> Integers:
+    """Places of the fewest likeliest tokens whose share reaches `share`; of equals at the end, those with the lowest ids."""
     total = _total(weights)
     wanted = share * total
     spare = (1.0 - share) * total
-    places = np.zeros(0, dtype=np.int64) if known is None else known
-    if _total(weights[places]) < wanted:
-        # Few tokens are enough as a rule; all below the last bound together do not reach what may be left out.
-        for divisor in (_FEW, len(weights)):
-            places = np.flatnonzero(weights >= max(1, int(spare / divisor)))
-            if _total(weights[places]) >= wanted:
-                break
+    # Few tokens are enough as a rule; all below the last bound together do not reach what may be left out.
+    for divisor in (_FEW, len(weights)):
+        places = np.flatnonzero(weights >= max(1, int(spare / divisor)))
+        if _total(weights[places]) >= wanted:
+            break
     above, before = places[:0], 0
     if len(places) > _BINNED_FROM:
         above, places, before = _bin_of_share(weights, places, wanted)

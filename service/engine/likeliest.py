@@ -16,24 +16,28 @@ Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
 _WIDTH = 64
-_MOST_GROUPS = 96
+_MOST_GROUPS = 192
 
 
 @dataclass(frozen=True, slots=True)
 class Likeliest:
-    """All tokens of one row whose score is above `bound`: their ids [n], ascending, and their scores [n]."""
+    """All tokens of some rows whose scores are above their row's bound, by row and rising id.
 
+    row_of, ids and scores [tokens]; starts [rows + 1], where each row's tokens begin; bounds and highest [rows],
+    the latter being the row's largest score, NaN where the row holds one.
+    """
+
+    row_of: Integers
     ids: Integers
     scores: Floats
-    bound: float
-    highest: float
+    starts: Integers
+    bounds: Floats
+    highest: Floats
 
 
-def likeliest(logits: torch.Tensor) -> list[Likeliest]:
-    """The likeliest tokens of each row of logits [rows, vocab] fp32 on the CPU, about a hundred of many.
-
-    `highest` is the row's largest score, NaN where the row holds one.
-    """
+def likeliest(logits: torch.Tensor) -> Likeliest:
+    """The likeliest tokens of each row of logits [rows, vocab] fp32 on the CPU: some two hundred of many."""
+    logits = logits.contiguous()
     spare = -logits.shape[1] % _WIDTH
     if spare:
         logits = torch.nn.functional.pad(logits, (0, spare), value=-torch.inf)
@@ -44,14 +48,13 @@ def likeliest(logits: torch.Tensor) -> list[Likeliest]:
     row_of, group_of = np.nonzero(leaders > bounds[:, None])
     chosen = logits.view(rows * groups, _WIDTH).numpy()[row_of * groups + group_of]
     above = np.flatnonzero(chosen > bounds[row_of, None])
-    scores = chosen.reshape(-1)[above]
     group, offset = np.divmod(above, _WIDTH)
-    ids = group_of[group] * _WIDTH + offset
-    ends = np.searchsorted(row_of[group], np.arange(rows), side="right").tolist()
-    starts = [0, *ends]
-    return [
-        Likeliest(ids[start:end], scores[start:end], bound, highest)
-        for start, end, bound, highest in zip(
-            starts, ends, bounds.tolist(), leaders.max(axis=1).tolist(), strict=False
-        )
-    ]
+    row_of = row_of[group]
+    return Likeliest(
+        row_of=row_of,
+        ids=group_of[group] * _WIDTH + offset,
+        scores=chosen.reshape(-1)[above],
+        starts=np.searchsorted(row_of, np.arange(rows + 1)),
+        bounds=bounds,
+        highest=leaders.max(axis=1),
+    )

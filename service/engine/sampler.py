@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from service.engine.distribution import RowSoftmax, draw
-from service.engine.likeliest import Floats, Likeliest, likeliest
 from service.engine.logit_edits import edited_logits
 from service.engine.logprobs import position_logprobs, prompt_logprobs
+from service.engine.narrowed import draw_narrowed
 from service.engine.request import PositionLogprobs
 from service.engine.sampling_state import SamplingState
 
 __all__ = ["SampledToken", "SamplingState", "edited_logits", "prompt_logprobs", "sample"]
-
-_NOT_FINITE = "the model's logits hold NaN or infinity"
 
 
 class SampledToken(NamedTuple):
@@ -48,70 +45,67 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
     if not states:
         return []
     changes = [state.changes_logits for state in states]
-    narrows = [state.narrows and not changed for state, changed in zip(states, changes, strict=True)]
-    survey = _survey(logits, narrows)
-    errors = {row: _NOT_FINITE for row, value in enumerate(survey.highest) if not math.isfinite(value)}
+    highest, tokens = _pick(
+        logits,
+        [
+            None if changed or state.is_greedy else state
+            for state, changed in zip(states, changes, strict=True)
+        ],
+    )
+    errors = {
+        row: "the model's logits hold NaN or infinity"
+        for row, value in enumerate(highest)
+        if not math.isfinite(value)
+    }
     changed = [row for row in range(len(states)) if changes[row] and row not in errors]
-    scores_of: dict[int, Floats] = {}
     if changed:
         edited = edited_logits(logits, states, changed, errors)
-        scores_of = dict(zip(changed, edited.cpu().numpy(), strict=True))
-        survey.replace(changed, _survey(edited, [states[row].narrows for row in changed]))
-        for row in changed:
-            if not math.isfinite(survey.highest[row]):
+        drawn = [None if states[row].is_greedy else states[row] for row in changed]
+        for row, value, token_id in zip(changed, *_pick(edited, drawn), strict=True):
+            tokens[row] = token_id
+            if not math.isfinite(value):
                 errors.setdefault(row, "no token may be picked here")
-    tokens = survey.tokens
-    drawn = [row for row, state in enumerate(states) if not state.is_greedy and row not in errors]
-    if drawn:
-        softmax, all_scores = RowSoftmax(logits.shape[1]), logits.cpu().numpy()
-        for row in drawn:
-            scores, highest = scores_of.get(row, all_scores[row]), survey.highest[row]
-            candidates = softmax.filtered(scores, highest, states[row].filters, survey.known.get(row))
-            tokens[row] = candidates.token_id(draw(candidates.weights, states[row].uniform()))
     return _with_logprobs(logits, states, tokens, errors)
 
 
-@dataclass
-class _Survey:
-    """What one pass over some rows found: the largest value of each, its first column (-1 where not asked for),
-    and the likeliest tokens of the rows that were to be narrowed. A NaN counts as the largest value.
+def _pick(logits: torch.Tensor, drawn: Sequence[SamplingState | None]) -> tuple[list[float], list[int]]:
+    """The largest value of each row, NaN where the row holds one, and its token: drawn, or the first of the
+    likeliest where `drawn` is None. Where the largest value is not finite the token means nothing.
     """
-
-    highest: list[float]
-    tokens: list[int]
-    known: dict[int, Likeliest]
-
-    def replace(self, rows: Sequence[int], other: _Survey) -> None:
-        """Puts the rows of another survey in place of `rows`."""
-        for place, row in enumerate(rows):
-            self.highest[row], self.tokens[row] = other.highest[place], other.tokens[place]
-            if place in other.known:
-                self.known[row] = other.known[place]
-
-
-def _survey(logits: torch.Tensor, narrows: Sequence[bool]) -> _Survey:
-    count = len(narrows)
-    found = _Survey([0.0] * count, [-1] * count, {})
-    narrowed = [row for row in range(count) if narrows[row]]
+    states = {row: state for row, state in enumerate(drawn) if state is not None}
+    narrowed = [row for row, state in states.items() if state.narrows]
+    others = range(len(drawn)) if not narrowed else [row for row in range(len(drawn)) if row not in narrowed]
+    highest, tokens = [0.0] * len(drawn), [-1] * len(drawn)
+    for row, value, token_id in zip(others, *_peaks(logits, others), strict=True):
+        highest[row], tokens[row] = value, token_id
+    if not states:
+        return highest, tokens
+    # Draws are made on the CPU.
+    logits = logits.cpu()
+    softmax = RowSoftmax(logits.shape[1])
     if narrowed:
-        part = logits if len(narrowed) == count else logits[torch.tensor(narrowed, device=logits.device)]
-        found.known = dict(zip(narrowed, likeliest(part.cpu()), strict=True))
-        for row, known in found.known.items():
-            found.highest[row] = known.highest
-    others = [row for row in range(count) if not narrows[row]]
-    if others and logits.device.type == "cpu":
+        part = logits if len(narrowed) == len(drawn) else logits[torch.tensor(narrowed)]
+        found = draw_narrowed(part, [states[row] for row in narrowed], softmax)
+        for row, value, drawn_id in zip(narrowed, *found, strict=True):
+            highest[row], tokens[row] = value, drawn_id
+    scores = logits.numpy()
+    for row, state in states.items():
+        if math.isfinite(highest[row]) and (not state.narrows or tokens[row] < 0):
+            candidates = softmax.filtered(scores[row], highest[row], state.filters)
+            tokens[row] = candidates.token_id(draw(candidates.weights, state.uniform()))
+    return highest, tokens
+
+
+def _peaks(logits: torch.Tensor, rows: Sequence[int]) -> tuple[list[float], list[int]]:
+    """The largest value of some rows and its first column; a NaN counts as the largest."""
+    if logits.device.type == "cpu":
         # Row by row nothing is copied; numpy's argmax is many times as fast as torch's here.
         scores = logits.numpy()
-        for row in others:
-            token_id = int(scores[row].argmax())
-            found.tokens[row], found.highest[row] = token_id, float(scores[row, token_id])
-    elif others:
-        columns = logits.argmax(dim=1)
-        values = logits.gather(1, columns[:, None])[:, 0].tolist()
-        for row, token_id in enumerate(columns.tolist()):
-            if not narrows[row]:
-                found.tokens[row], found.highest[row] = token_id, values[row]
-    return found
+        columns = [int(scores[row].argmax()) for row in rows]
+        return scores[list(rows), columns].tolist(), columns
+    best = logits.argmax(dim=1)
+    values, columns = logits.gather(1, best[:, None])[:, 0].tolist(), best.tolist()
+    return [values[row] for row in rows], [columns[row] for row in rows]
 
 
 def _with_logprobs(

@@ -80,7 +80,7 @@ class SamplingState:
         self.params = params
         self.filters = Filters(params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p)
         self.is_greedy = params.temperature < _LOWEST_TEMPERATURE
-        self.narrows = not self.is_greedy and bool(params.top_k or params.top_p < 1.0 or params.min_p)
+        self.narrows = params.typical_p >= 1.0 and bool(params.top_k or params.top_p < 1.0 or params.min_p)
         self.grammar = grammar
         self._completion_index = completion_index
         self._position = 0
