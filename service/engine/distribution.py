@@ -14,17 +14,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from service.engine.likeliest import Floats, Integers
+
 WEIGHT_BITS = 30
-_WEIGHT_OF_LIKELIEST = float(1 << WEIGHT_BITS)
+WEIGHT_OF_LIKELIEST = float(1 << WEIGHT_BITS)
 _LOG2_E = math.log2(math.e)
+# The cast to integers cuts off, so that adding a half rounds.
+_HALF = torch.tensor(0.5)
 _GROUPS = 64
 _FEW = 1024
 _DRAW_BLOCK = 256
 # From so many candidates on, putting them in bins first is faster than sorting them all.
 _BINNED_FROM = 2048
 
-Floats = npt.NDArray[np.float32]
-Integers = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.int32]
 
 
@@ -51,13 +53,20 @@ class Candidates:
         return place if self.ids is None else int(self.ids[place])
 
 
+def softmax_weights(scores: Floats, highest: Floats, temperatures: npt.NDArray[np.float64]) -> Weights:
+    """Weights [n] as those of `RowSoftmax`, each score having its own row's highest score and temperature."""
+    factors = (_LOG2_E / temperatures).astype(np.float32)
+    powers = torch.from_numpy((scores - highest) * factors).exp2_()
+    result: Weights = torch.add(_HALF, powers, alpha=WEIGHT_OF_LIKELIEST).to(torch.int32).numpy()
+    return result
+
+
 class RowSoftmax:
     """Softmax weights of rows of at most `most` scores; what it returns is valid until the next call."""
 
     def __init__(self, most: int) -> None:
         self._powers = torch.empty(most)
         self._weights = torch.empty(most, dtype=torch.int32)
-        self._half = torch.tensor(0.5)
 
     def weights(self, scores: Floats, highest: float, temperature: float = 1.0) -> Weights:
         """Weights [n] of scores [n] relative to `highest`, which must be the largest score."""
@@ -65,10 +74,13 @@ class RowSoftmax:
         powers, weights = self._powers[:count], self._weights[:count]
         torch.sub(torch.from_numpy(scores), highest, out=powers)
         powers.mul_(_LOG2_E / temperature).exp2_()
-        # The cast cuts off, so that adding a half rounds.
-        torch.add(self._half, powers, alpha=_WEIGHT_OF_LIKELIEST, out=powers)
+        torch.add(_HALF, powers, alpha=WEIGHT_OF_LIKELIEST, out=powers)
         result: Weights = weights.copy_(powers).numpy()
         return result
+
+    def total(self, scores: Floats, highest: float, temperature: float) -> int:
+        """The sum of all weights of scores [n]."""
+        return _total(self.weights(scores, highest, temperature))
 
     def log_normalizer(self, scores: Floats, highest: float) -> float:
         """log(sum(exp(scores)))."""
@@ -85,7 +97,7 @@ class RowSoftmax:
             kept = _likeliest_share(scores, weights, filters.top_p)
             scores, weights, ids = scores[kept], weights[kept], kept if ids is None else ids[kept]
         if filters.min_p > 0.0:
-            kept = np.flatnonzero(weights >= filters.min_p * _WEIGHT_OF_LIKELIEST)
+            kept = np.flatnonzero(weights >= filters.min_p * WEIGHT_OF_LIKELIEST)
             scores, weights, ids = scores[kept], weights[kept], kept if ids is None else ids[kept]
         if filters.typical_p < 1.0:
             below = (scores.astype(np.float64) - highest) / filters.temperature
@@ -96,6 +108,9 @@ class RowSoftmax:
 
 def draw(weights: Weights, uniform: int) -> int:
     """A place in weights [n] by inverse CDF; `uniform` is an integer in [0, 2**64)."""
+    if len(weights) <= _FEW:
+        through = weights.cumsum(dtype=np.int64)
+        return int(through.searchsorted((uniform * int(through[-1])) >> 64, side="right"))
     whole = len(weights) // _DRAW_BLOCK * _DRAW_BLOCK
     blocks = weights[:whole].reshape(-1, _DRAW_BLOCK).sum(axis=1, dtype=np.int64)
     through = np.append(blocks, _total(weights[whole:])).cumsum()
@@ -126,16 +141,21 @@ def largest(scores: Floats, count: int) -> Integers:
 
 def by_score(scores: Floats, ids: Integers) -> Integers:
     """`ids`, by falling score; equals by rising id."""
-    # Adding zero makes a negative zero positive.
-    bits = (scores[ids] + np.float32(0.0)).view(np.int32)
-    rising = bits ^ ((bits >> 31) & 0x7FFF_FFFF)
-    keys = (~rising).astype(np.int64) << 32 | ids
+    keys = (~rising_bits(scores[ids])).astype(np.int64) << 32 | ids
     keys.sort()
     return keys & 0xFFFF_FFFF
 
 
+def rising_bits(scores: Floats) -> Weights:
+    """Integers [n] in the order of scores [n]."""
+    # Adding zero makes a negative zero positive.
+    bits = (scores + np.float32(0.0)).view(np.int32)
+    rising: Weights = bits ^ ((bits >> 31) & 0x7FFF_FFFF)
+    return rising
+
+
 def _total(weights: Weights) -> int:
-    return int(torch.from_numpy(weights).sum())
+    return int(np.add.reduce(weights, dtype=np.int64))
 
 
 def _likeliest_share(scores: Floats, weights: Weights, share: float) -> Integers:
@@ -146,7 +166,7 @@ def _likeliest_share(scores: Floats, weights: Weights, share: float) -> Integers
     # Few tokens are enough as a rule; all below the last bound together do not reach what may be left out.
     for divisor in (_FEW, len(weights)):
         places = np.flatnonzero(weights >= max(1, int(spare / divisor)))
-        if weights[places].sum(dtype=np.int64) >= wanted:
+        if _total(weights[places]) >= wanted:
             break
     above, before = places[:0], 0
     if len(places) > _BINNED_FROM:

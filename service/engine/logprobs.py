@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from service.engine.distribution import Floats, RowSoftmax, by_score, largest
+from service.engine.distribution import RowSoftmax, by_score, largest
+from service.engine.likeliest import Floats
 from service.engine.request import PositionLogprobs, TokenLogprob
 
 

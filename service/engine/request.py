@@ -132,7 +132,7 @@ class WorkerIdentity:
     nodes: tuple[int, ...]
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestOutput:
     """What one engine step (or several, when the client lags) added to one completion of a request.
 

@@ -10,7 +10,7 @@ from service.engine.request import EngineRequest, PositionLogprobs
 
 if TYPE_CHECKING:
     from service.engine.embedding import EmbeddingPool
-    from service.engine.sampler import SamplingState
+    from service.engine.sampling_state import SamplingState
     from service.text.output import TextOutput
 
 

@@ -62,10 +62,16 @@ def _incomplete_tail(data: bytes) -> bytes:
 
 
 class ByteLevelDetokenizer:
-    """Byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM): UTF-8 over the joined bytes of all pieces."""
+    """Byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM): UTF-8 over the joined bytes of all pieces.
 
-    def __init__(self) -> None:
+    `whole_texts` is shared by all detokenizers of a vocabulary: the texts of pieces that begin and end between
+    two characters, which need no decoding again where one character has ended.
+    """
+
+    def __init__(self, whole_texts: dict[str, str]) -> None:
+        self._whole_texts = whole_texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._between_characters = True
 
     def seed(self, pieces: Sequence[str]) -> None:
         """See `Detokenizer`. Only a character that the pieces leave incomplete matters."""
@@ -75,14 +81,27 @@ class ByteLevelDetokenizer:
             if len(tail) >= 4:
                 break
         self._utf8.decode(tail)
+        self._between_characters = not self._utf8.getstate()[0]
 
     def push(self, piece: str) -> str:
         """See `Detokenizer`."""
-        return self._utf8.decode(byte_level_bytes(piece))
+        if not self._between_characters:
+            return self._decode(piece)
+        text = self._whole_texts.get(piece)
+        if text is None:
+            text = self._decode(piece)
+            if self._between_characters:
+                self._whole_texts[piece] = text
+        return text
 
     def finish(self) -> str:
         """See `Detokenizer`."""
         return self._utf8.decode(b"", final=True)
+
+    def _decode(self, piece: str) -> str:
+        text = self._utf8.decode(byte_level_bytes(piece))
+        self._between_characters = not self._utf8.getstate()[0]
+        return text
 
 
 @dataclass(frozen=True)
@@ -101,11 +120,13 @@ class ByteFallbackDetokenizer:
     """Sentencepiece-like vocabularies (Llama 2, Mistral, Gemma): plain pieces, and `<0xNN>` for single bytes.
 
     A run of byte pieces is decoded as one: one bad byte in it turns every byte of the run into U+FFFD. A run
-    is therefore held until a plain piece ends it.
+    is therefore held until a plain piece ends it. `meanings` is shared by all detokenizers of a vocabulary: what
+    a piece was found to be, the byte or the text.
     """
 
-    def __init__(self, rules: ByteFallbackRules) -> None:
+    def __init__(self, rules: ByteFallbackRules, meanings: dict[str, int | str]) -> None:
         self._rules = rules
+        self._meanings = meanings
         self._run = bytearray()
         self._to_strip = rules.strip_count
 
@@ -116,30 +137,38 @@ class ByteFallbackDetokenizer:
         for piece in pieces:
             if not self._to_strip:
                 break
-            self._strip(self._plain_text(piece) if self._byte(piece) is None else REPLACEMENT)
+            meaning = self._meaning(piece)
+            self._strip(meaning if isinstance(meaning, str) else REPLACEMENT)
         tail: list[int] = []
         for piece in reversed(pieces[-3:]):
-            byte = self._byte(piece)
-            if byte is None:
+            meaning = self._meaning(piece)
+            if isinstance(meaning, str):
                 break
-            tail.insert(0, byte)
+            tail.insert(0, meaning)
         self._run = bytearray(_incomplete_tail(bytes(tail)))
 
     def push(self, piece: str) -> str:
         """See `Detokenizer`."""
-        byte = self._byte(piece)
-        if byte is not None:
-            self._run.append(byte)
+        meaning = self._meaning(piece)
+        if not isinstance(meaning, str):
+            self._run.append(meaning)
             return ""
-        return self._strip(self._end_run() + self._plain_text(piece))
+        if self._run:
+            meaning = self._end_run() + meaning
+        return self._strip(meaning) if self._to_strip else meaning
 
     def finish(self) -> str:
         """See `Detokenizer`."""
         return self._strip(self._end_run())
 
-    def _byte(self, piece: str) -> int | None:
-        match = _BYTE_TOKEN.fullmatch(piece) if self._rules.byte_tokens else None
-        return int(match[1], 16) if match else None
+    def _meaning(self, piece: str) -> int | str:
+        """The byte that a piece stands for, or its text."""
+        meaning = self._meanings.get(piece)
+        if meaning is None:
+            match = _BYTE_TOKEN.fullmatch(piece) if self._rules.byte_tokens else None
+            meaning = int(match[1], 16) if match else self._plain_text(piece)
+            self._meanings[piece] = meaning
+        return meaning
 
     def _plain_text(self, piece: str) -> str:
         for pattern, content in self._rules.replacements:
@@ -242,17 +271,19 @@ class DecoderRules:
         self._kinds = [step["type"] for step in self._steps]
         self._fallback = _byte_fallback_rules(self._steps)
         self._decode_pieces = decode_pieces
+        self._whole_texts: dict[str, str] = {}
+        self._meanings: dict[str, int | str] = {}
 
     def detokenizer(self) -> Detokenizer:
         """A new detokenizer of the right kind."""
         if not self._steps:
             return JoinedDetokenizer(str, lambda piece: " " + piece)
         if self._kinds == ["ByteLevel"]:
-            return ByteLevelDetokenizer()
+            return ByteLevelDetokenizer(self._whole_texts)
         if self._kinds == ["Metaspace"]:
             return self._metaspace(self._steps[0])
         if self._fallback is not None:
-            return ByteFallbackDetokenizer(self._fallback)
+            return ByteFallbackDetokenizer(self._fallback, self._meanings)
         return WindowDetokenizer(self._decode_pieces)
 
     def piece_text(self, piece: str) -> str:

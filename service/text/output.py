@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from service.engine.request import SamplingParams
 from service.text.tokenizer import Tokenizer
@@ -11,8 +11,7 @@ from service.text.tokenizer import Tokenizer
 _CONTEXT_TOKENS = 64
 
 
-@dataclass(frozen=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """Text that is certain and new; `stop_reason` is the stop string that was found, if one was."""
 
     text: str
@@ -87,7 +86,8 @@ class TextOutput:
 
     The texts of all deltas and of `finish` joined equal the decoded completion, cut at the first stop string.
     A token that ends the sequence adds its own text only with `include_stop_str_in_output`. The prompt is
-    context: a blank that belongs between prompt and completion is kept.
+    context: a blank that belongs between prompt and completion is kept. `end_ids` are the tokens that end the
+    sequence.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TextOutput:
     ) -> None:
         self._tokenizer = tokenizer
         self._params = params
-        self._end_ids = params.stop_token_ids | (
+        self.end_ids = params.stop_token_ids | (
             frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         )
         self._detokenizer = tokenizer.detokenizer()
@@ -122,13 +122,13 @@ class TextOutput:
         nothing.
         """
         self._tokens += 1
-        if token_id in self._end_ids and not self._params.include_stop_str_in_output:
+        if token_id in self.end_ids and not self._params.include_stop_str_in_output:
             return TextDelta("", self._stop_reason)
-        text = "".join(
-            self._detokenizer.push(piece)
-            for piece in self._tokenizer.pieces((token_id,), self._params.skip_special_tokens)
-        )
-        return TextDelta(self._cut(text), self._stop_reason)
+        piece = self._tokenizer.piece(token_id, self._params.skip_special_tokens)
+        text = "" if piece is None else self._detokenizer.push(piece)
+        if self._params.stop:
+            text = self._cut(text)
+        return TextDelta(text, self._stop_reason)
 
     def finish(self) -> str:
         """The rest of the text: what was held back, with U+FFFD for a character that stayed incomplete."""

@@ -87,14 +87,16 @@ class Tokenizer:
         """A new incremental detokenizer, to be fed with `pieces`."""
         return self._rules.detokenizer()
 
+    def piece(self, token_id: int, skip_special_tokens: bool) -> str | None:
+        """The vocabulary string of one token; None for an unknown id and, if asked, for a special token."""
+        if skip_special_tokens and token_id in self._special_ids:
+            return None
+        return self._pieces.get(token_id)
+
     def pieces(self, token_ids: Iterable[int], skip_special_tokens: bool) -> list[str]:
         """The vocabulary strings of `token_ids`, without unknown ids and, if asked, special tokens."""
-        skipped = self._special_ids if skip_special_tokens else frozenset[int]()
-        return [
-            self._pieces[token_id]
-            for token_id in token_ids
-            if token_id in self._pieces and token_id not in skipped
-        ]
+        found = (self.piece(token_id, skip_special_tokens) for token_id in token_ids)
+        return [piece for piece in found if piece is not None]
 
     @property
     def vocab_size(self) -> int:

@@ -77,6 +77,9 @@ class LetterTokenizer:
     def detokenizer(self) -> LetterDetokenizer:
         return LetterDetokenizer()
 
+    def piece(self, token_id: int, skip_special_tokens: bool) -> str:  # noqa: ARG002
+        return letter(token_id)
+
     def pieces(self, token_ids: tuple[int, ...], skip_special_tokens: bool) -> list[str]:  # noqa: ARG002
         return [letter(token_id) for token_id in token_ids]
 

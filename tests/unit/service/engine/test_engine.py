@@ -172,7 +172,7 @@ def test_full_queue_is_refused_with_an_estimate_and_opens_again():
 def test_preempted_requests_do_not_count_as_queued():
     engine = make_engine(blocks=10, max_sequences=4, max_queue=4)
     collector = collect(engine, *(make_request(f"r{number}", [number] * 8, 20) for number in range(4)))
-    while engine.stats().preemptions == 0 or engine._not_started:
+    while engine.stats().preemptions == 0 or engine._book.line.waiting:
         collector.step()
     engine.refuse_if_full(arriving=3)
     with pytest.raises(QueueFull):
@@ -310,7 +310,7 @@ def test_overload_with_deadlines_does_no_work_for_the_dead():
 def test_deadlines_of_finished_requests_are_forgotten():
     engine = make_engine()
     collect(engine, *(make_request(f"r{n}", [n], 2, deadline=1e9) for n in range(9))).run()
-    assert engine._deadlines == []
+    assert engine._book._deadlines == []
 
 
 def test_thousand_cancels_leave_the_pool_whole():
@@ -328,7 +328,7 @@ def test_thousand_cancels_leave_the_pool_whole():
     collector.run()
     assert len(collector.last) == 1000
     assert engine.scheduler.running == engine.scheduler.waiting == []
-    assert engine._requests == {}
+    assert len(engine._book) == 0
 
 
 def test_cancel_ends_every_completion_also_those_that_did_not_start():
@@ -406,7 +406,7 @@ def test_adapters_do_not_share_prefixes(order):
 def test_adapter_of_new_content_under_an_old_name_finds_nothing():
     engine = make_engine()
     contents = {"x": "one"}
-    engine._adapter_identity = contents.__getitem__
+    engine._admission._adapter_identity = contents.__getitem__
     prompt = list(range(20))
     collect(engine, make_request("r1", prompt, 2, lora_name="x")).run()
     contents["x"] = "two"
@@ -416,7 +416,7 @@ def test_adapter_of_new_content_under_an_old_name_finds_nothing():
 
 def test_other_weights_make_other_keys():
     request = make_request("r", [1] * 8)
-    keys = {make_engine(weights_digest=digest)._prefix_key(request, 0) for digest in ("x", "y")}
+    keys = {make_engine(weights_digest=digest)._admission._prefix_key(request, 0) for digest in ("x", "y")}
     assert len(keys) == 2
 
 
@@ -629,7 +629,7 @@ def test_random_life(seed):
         if len(prompt) + count > capacity + 1:
             with pytest.raises(RequestRejected):
                 engine.add(request)
-        elif engine._not_started == 8:
+        elif engine._book.line.waiting == 8:
             with pytest.raises(QueueFull):
                 engine.add(request)
         else:
