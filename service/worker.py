@@ -18,11 +18,10 @@ import uvloop
 
 from placement.binding import Binding, bind_process
 from placement.board import Board, BoardRow, WorkerState
+from placement.file_segment import AnySegment, FileSegment
 from placement.logs import configure_logging
-from placement.mapping import MADV_POPULATE_READ
 from placement.messages import Channel, DrainWorker, Failed, ForkWorker, WorkerServing, ZygoteConfig
 from placement.plan import Policy
-from placement.segment import Segment
 from placement.topology import read_topology
 from service.config import ServiceConfig
 from service.engine.async_engine import AsyncEngine
@@ -31,9 +30,10 @@ from service.engine.kv_memory import KVMemory, allocate_kv_cache
 from service.engine.request import EngineStats, WorkerIdentity
 from service.listeners import leave_port
 from service.loader.checkpoint import Checkpoint, open_checkpoint
+from service.loader.file_weights import file_tensors
 from service.models.config import ModelConfig, parse_config
 from service.models.decoder import Decoder
-from service.ops.torch_ops import TorchOps
+from service.ops.torch_ops import TorchOps, Weight
 from service.relay.balanced_engine import BalancedEngine
 from service.relay.server import RelayServer
 from service.served_model import SamplingDefaults, ServedModel
@@ -56,7 +56,7 @@ class Prepared:
 
     service: ServiceConfig
     unit: ZygoteConfig
-    segment: Segment
+    segment: AnySegment
     verdict: str
     checkpoint: Checkpoint
     model_config: ModelConfig
@@ -68,7 +68,7 @@ class Prepared:
     node_distances: Mapping[int, Mapping[int, int]]
 
 
-def prepare(segment: Segment, unit: ZygoteConfig, verdict: str) -> Prepared:
+def prepare(segment: AnySegment, unit: ZygoteConfig, verdict: str) -> Prepared:
     """Runs in the zygote: no tensor operation and no thread may start here."""
     service = ServiceConfig.from_json(unit.service_config)
     checkpoint = open_checkpoint(Path(service.model_dir))
@@ -100,8 +100,10 @@ def end_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(token_id for token_id in ids if token_id < config.vocab_size)
 
 
-def weight_tensors(segment: Segment) -> Mapping[str, torch.Tensor]:
+def weight_tensors(segment: AnySegment) -> Mapping[str, Weight]:
     """Tensors over the segment's read-only pages."""
+    if isinstance(segment, FileSegment):
+        return file_tensors(segment)
     views = segment.views()
     return {
         entry.name: torch.frombuffer(views[entry.name], dtype=getattr(torch, entry.dtype)).view(entry.shape)
@@ -109,7 +111,7 @@ def weight_tensors(segment: Segment) -> Mapping[str, torch.Tensor]:
     }
 
 
-def kv_dtype(service: ServiceConfig, segment: Segment) -> torch.dtype:
+def kv_dtype(service: ServiceConfig, segment: AnySegment) -> torch.dtype:
     """The cache's type: as asked, or the weights'."""
     name = service.kv_cache_dtype if service.kv_cache_dtype != "auto" else segment.manifest.dtype
     dtype: torch.dtype = getattr(torch, name)
@@ -129,7 +131,7 @@ class Worker:
         self._leaving = False
         self._memory = self._allocate_cache()
         _report_refusals((self._memory.binding,))
-        prepared.segment.mapping.advise(MADV_POPULATE_READ)
+        prepared.segment.populate()
         engine = self._make_engine()
         engine.pool.watcher = board.prefixes(assignment.index)
         self._engine = AsyncEngine(

@@ -47,15 +47,15 @@ class _Copy:
         """Copies the part; returns the digest entries of what was read."""
         source = self.part.source
         if source.nbytes == 0:
-            return [_digest_entry(source, hashlib.sha256().hexdigest())]
+            return [digest_entry(source, hashlib.sha256().hexdigest())]
         if _TORCH_DTYPES[source.dtype] == _TORCH_DTYPES[self.dtype]:
-            return [_digest_entry(source, self._read_in_place(files, report))]
+            return [digest_entry(source, self._read_in_place(files, report))]
         entries = []
         scale = None
         if self.part.scale is not None:
             scale, digest = _read_whole(files, self.part.scale)
-            entries.append(_digest_entry(self.part.scale, digest))
-        entries.append(_digest_entry(source, self._convert(files, report, scale)))
+            entries.append(digest_entry(self.part.scale, digest))
+        entries.append(digest_entry(source, self._convert(files, report, scale)))
         return entries
 
     def _read_in_place(self, files: Mapping[Path, int], report: Callable[[int], None]) -> str:
@@ -126,7 +126,7 @@ def fill(
         stack.callback(pool.shutdown, cancel_futures=True)
         jobs = [pool.submit(copy.run, files, report) for copy in copies]
         digests = [digest for job in jobs for digest in job.result()]
-    return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()
+    return content_digest(digests)
 
 
 def _open_files(copies: Sequence[_Copy], stack: contextlib.ExitStack) -> dict[Path, int]:
@@ -189,5 +189,11 @@ def _scale_rows(
     return by_row.repeat_interleave(block[1], dim=1)[:, : shape[1]]
 
 
-def _digest_entry(source: TensorSource, digest: str) -> list[object]:
+def content_digest(entries: list[list[object]]) -> str:
+    """The digest of a checkpoint from the entries of its tensors, in any order; see `fill`."""
+    return hashlib.sha256(json.dumps(sorted(entries)).encode()).hexdigest()
+
+
+def digest_entry(source: TensorSource, digest: str) -> list[object]:
+    """What one tensor adds to the digest; `digest` is the SHA-256 of its bytes."""
     return [source.name, source.dtype, list(source.shape), digest]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from service.loader.as_stored import why_not_as_stored
 from service.loader.checkpoint import open_checkpoint
 from service.models.config import parse_config
 from service.models.weights import DTYPES, ITEM_BYTES, plan_weights
@@ -14,6 +15,7 @@ from service.models.weights import DTYPES, ITEM_BYTES, plan_weights
 class ModelSizes:
     """Sizes in bytes; `weights_bytes` is the sum of the decoder's tensors without padding between them.
 
+    `shared_obstacle` says what of the files would have to be converted, empty when they can be used as they are.
     `context_length` is the longest sequence in tokens; `blocks_per_sequence` the KV blocks that one of that length takes.
     """
 
@@ -28,6 +30,7 @@ class ModelSizes:
     dtype: str
     kv_dtype: str
     tensors: int
+    shared_obstacle: str = ""
 
 
 def measure(model_dir: Path, dtype: str = "auto", kv_dtype: str = "auto", block_size: int = 16) -> ModelSizes:
@@ -54,4 +57,5 @@ def measure(model_dir: Path, dtype: str = "auto", kv_dtype: str = "auto", block_
         dtype=plan.dtype,
         kv_dtype=kv_dtype,
         tensors=len(plan.tensors),
+        shared_obstacle=why_not_as_stored(plan, dtype),
     )
