@@ -109,6 +109,7 @@ class SegmentBuilt:
     """Loader to launcher, with the sealed read-only descriptor: the segment is filled, judged and sealed.
 
     `data_offset` is where its tensors begin; `mbind_errno` is why mbind was refused, 0 where the policy was taken.
+    `files` are those of `placement.file_segment` where the descriptor is that of a table of weights in files.
     """
 
     total_bytes: int
@@ -121,6 +122,7 @@ class SegmentBuilt:
     steps: tuple[str, ...]
     data_offset: int = 0
     mbind_errno: int = 0
+    files: tuple[tuple[str, int, int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ class SegmentState:
     memory_nodes: tuple[int, ...] = ()
     data_offset: int = 0
     mbind_errno: int = 0
+    files: tuple[tuple[str, int, int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from placement import numa
 from placement.cgroups import read_text
 
 _CAP_SYS_NICE = 23
+# Docker's and containerd's profiles allow the other calls to whoever has CAP_SYS_NICE, these to nobody.
+_IN_NO_DEFAULT_PROFILE = ("move_pages", "migrate_pages")
 _PAGE = mmap.PAGESIZE
 
 
@@ -107,11 +109,17 @@ def explain_refusal(call: str, code: int, procfs: Path = Path("/proc")) -> Refus
             )
         missing = " and the process lacks CAP_SYS_NICE" if not nice else ""
         profile = "a seccomp filter is active" if filtered else "no seccomp filter is active"
-        remedy = f"add CAP_SYS_NICE (docker run --cap-add SYS_NICE) or a seccomp profile that allows {call}"
-        return Refused(call, code, profile + missing, remedy)
+        return Refused(call, code, profile + missing, _remedy(call))
     if code == errno.ENOMEM:
         return Refused(call, code, "the kernel had no memory to set it up", "free memory on the node")
     return Refused(call, code, os.strerror(code), "see the call's manual page")
+
+
+def _remedy(call: str) -> str:
+    if call in _IN_NO_DEFAULT_PROFILE:
+        profile = f"use a seccomp profile that allows {call} (docker run --security-opt seccomp=FILE)"
+        return f"{profile}; Docker's own refuses it with and without CAP_SYS_NICE"
+    return f"add CAP_SYS_NICE (docker run --cap-add SYS_NICE) or a seccomp profile that allows {call}"
 
 
 def refused_by(error: OSError, call: str | None = None) -> Refused:

@@ -21,15 +21,8 @@ _CORES_PER_WORKER = 8
 _MOST_WORKERS_PER_NODE = 4
 
 
-_WHY_NOT_SHARED = (
-    "weights cannot be used where checkpoint files have them: the decoder reads query, key and value as one matrix, "
-    "gate and up as another, and kernels want them packed; besides, the first reader's node, not mbind, places page cache. "
-    "replicate and interleave keep one copy per node or in all"
-)
-
-
 class Policy(enum.Enum):
-    """How weights are laid over nodes. SHARED, the checkpoint's own page cache, is known so that it can be refused."""
+    """How weights are laid over nodes. SHARED maps the checkpoint's own files, whose page cache all workers read."""
 
     REPLICATE = "replicate"
     INTERLEAVE = "interleave"
@@ -43,7 +36,8 @@ class PlanRequest:
 
     `placement` is "auto" or a policy's name. `kv_cache_bytes` is per worker; None lets the plan choose from
     free memory. `kv_block_bytes` is the size of one KV block, `min_kv_blocks` what one request of full
-    context length needs. `workers_per_node` counts per node that houses workers, `workers` over the whole
+    context length needs. `shared_obstacle` says why the checkpoint's files cannot be used as they are, empty when
+    they can. `workers_per_node` counts per node that houses workers, `workers` over the whole
     server; at most one is given.
     """
 
@@ -60,6 +54,7 @@ class PlanRequest:
     interleave: str | None = None
     physcpubind: str | None = None
     workers: int | None = None
+    shared_obstacle: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,8 +78,8 @@ class WorkerPlan:
 class UnitPlan:
     """One placement unit: the nodes and CPUs its processes run on, and the nodes its segment is bound to.
 
-    Under Policy.INTERLEAVE there is one unit over all nodes, and each worker's KV cache is bound to the worker's
-    own `memory_nodes`.
+    Under Policy.INTERLEAVE and Policy.SHARED there is one unit over all nodes, and each worker's KV cache is bound to
+    the worker's own `memory_nodes`.
     """
 
     name: str
@@ -155,8 +150,9 @@ def _bad_values(request: PlanRequest) -> list[Refusal]:
             refusals.append(Refusal(flag, f"must be at least 1, got {value}"))
     if request.workers is not None and request.workers_per_node is not None:
         refusals.append(Refusal("--workers", "cannot be combined with --workers-per-node"))
-    if request.placement == Policy.SHARED.value:
-        refusals.append(Refusal("--placement shared", _WHY_NOT_SHARED))
+    if request.placement == Policy.SHARED.value and request.shared_obstacle:
+        reason = f"serves files as they are, but {request.shared_obstacle}"
+        refusals.append(Refusal("--placement shared", reason))
     if request.interleave is not None and request.membind is not None:
         refusals.append(Refusal("--interleave", "cannot be combined with --membind"))
     if request.interleave is not None and request.placement not in ("auto", "interleave"):
@@ -213,7 +209,7 @@ class _Planner:
                 found = budget.shortfalls()
                 shortfalls.setdefault(policy, found)
                 if not found:
-                    notes = self._notes(places, counts)
+                    notes = self._notes(policy, places, counts)
                     return Plan(
                         policy,
                         self._reason(policy, shortfalls),
@@ -340,8 +336,10 @@ class _Planner:
             return f"the memory of node {nodes} alone is used, so one copy serves every worker"
         return f"{weights} fit on each of {len(domains)} nodes, so every node reads its own copy"
 
-    def _notes(self, places: list[_Place], counts: dict[int, int]) -> tuple[str, ...]:
+    def _notes(self, policy: Policy, places: list[_Place], counts: dict[int, int]) -> tuple[str, ...]:
         notes = []
+        if policy is Policy.SHARED and len(self._domains()) > 1:
+            notes.append("one page cache for all nodes: most workers read some weights from another node")
         wanted = self._wanted_workers()
         for node, count in counts.items():
             if count < wanted[node]:

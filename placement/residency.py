@@ -9,7 +9,7 @@ import errno
 import mmap
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,11 +179,40 @@ def judge_cache(
     return Verdict(VerdictKind.BOUND, text, local=True)
 
 
+def judge_page_cache(residency: Residency, wanted_nodes: Collection[int]) -> Verdict:
+    """As `judge`, for files that are mapped: no policy holds page cache (mbind(2)), so never BOUND, but perhaps `local`."""
+    verdict = judge(residency, wanted_nodes)
+    if not verdict.local:
+        why = "page cache lies where its first reader ran"
+        return Verdict(verdict.kind, f"{verdict.explanation}; {why}", local=False)
+    text = f"{verdict.explanation}, in the page cache of the checkpoint, which no policy holds there"
+    return Verdict(VerdictKind.UNBOUND, text, local=True)
+
+
+def merge(residencies: Sequence[Residency]) -> Residency:
+    """Several ranges as one; the least reliable method is the whole's."""
+    pages: Counter[int] = Counter()
+    for residency in residencies:
+        pages.update(residency.pages)
+    methods = [residency.method for residency in residencies]
+    return Residency(
+        pages=dict(sorted(pages.items())),
+        untouched=sum(residency.untouched for residency in residencies),
+        unknown=sum(residency.unknown for residency in residencies),
+        page_size=mmap.PAGESIZE,
+        method=next((method for method in reversed(Method) if method in methods), Method.NONE),
+        refused=next((residency.refused for residency in residencies if residency.refused), None),
+    )
+
+
 def process_memory(
-    pid: int, name_contains: str | None = None, kv_address: int = 0, procfs: Path = Path("/proc")
+    pid: int,
+    name_contains: str | Collection[str] | None = None,
+    kv_address: int = 0,
+    procfs: Path = Path("/proc"),
 ) -> ProcessMemory:
-    """Proportional set size of a process, and of its mappings whose path contains `name_contains`, from smaps
-    (proc(5)).
+    """Proportional set size of a process, and of its mappings whose path contains `name_contains` (or any of them), from
+    smaps (proc(5)).
 
     The mapping that starts at `kv_address` counts as KV cache: anonymous memory has no path to know it by.
     Without `name_contains` the cheaper smaps_rollup is read. Raises OSError where the process is gone or
@@ -197,10 +226,11 @@ def process_memory(
         except FileNotFoundError:
             # Kernels before 4.14 have no rollup; a process that is gone has no smaps either.
             pass
+    names = (name_contains,) if isinstance(name_contains, str) else name_contains or ()
     total = weights = kv_cache = 0
     for address, path, pss in _pss_by_mapping((directory / "smaps").read_text(errors="replace")):
         total += pss
-        if name_contains is not None and name_contains in path:
+        if any(name in path for name in names):
             weights += pss
         if kv_address and address == kv_address:
             kv_cache += pss

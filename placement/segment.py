@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from collections.abc import Mapping as MappingType
 from dataclasses import asdict, dataclass
 
-from placement.mapping import HUGE_PAGE, MADV_HUGEPAGE, Mapping, round_up
+from placement.mapping import HUGE_PAGE, MADV_HUGEPAGE, MADV_POPULATE_READ, Mapping, round_up
 
 MAGIC = b"NUMASEG\x00"
 VERSION = 1
@@ -24,7 +24,7 @@ MEMFD_PREFIX = "numaserve-weights-"
 TENSOR_ALIGNMENT = 64
 
 _HEADER = struct.Struct("<8sIIQQQ32s")
-_ALL_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+ALL_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 # JSON of the digest and the verdict is written after the tensors are laid out; this much is kept free for it.
 _MANIFEST_SLACK = 4096
 
@@ -147,7 +147,7 @@ class SegmentBuilder:
         self.mapping.view(0, _HEADER.size)[:] = header
         self.mapping.view(_HEADER.size, len(manifest))[:] = manifest
         self.mapping.close()
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _ALL_SEALS)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, ALL_SEALS)
         # Before Linux 6.7 a sealed memfd can be mapped shared only through a descriptor that is not open for writing.
         read_only = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
         os.close(self._fd)
@@ -166,7 +166,7 @@ class Segment:
         )
         if version != VERSION:
             raise SegmentError(f"segment has version {version}, this program reads version {VERSION}")
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _ALL_SEALS != _ALL_SEALS:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & ALL_SEALS != ALL_SEALS:
             raise SegmentError("segment is not sealed: its contents could still change")
         if os.fstat(fd).st_size != length:
             raise SegmentError(f"segment is {os.fstat(fd).st_size} bytes long, its header says {length}")
@@ -186,3 +186,7 @@ class Segment:
     def parameters(self) -> int:
         """Number of scalars in all tensors."""
         return sum(math.prod(entry.shape) for entry in self.manifest.tensors)
+
+    def populate(self) -> None:
+        """Fault every page in: what follows then waits for none, and each process can be asked where they are."""
+        self.mapping.advise(MADV_POPULATE_READ)

@@ -167,6 +167,7 @@ class Unit:
             memory_nodes=self.plan.memory_nodes,
             data_offset=built.data_offset,
             mbind_errno=built.mbind_errno,
+            files=built.files,
         )
 
     # Orders

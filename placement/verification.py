@@ -5,12 +5,13 @@ It looks into other processes of the same user: move_pages(2) with their pid, or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from placement import numa
 from placement.board import BoardRow
+from placement.file_segment import WeightsFile
 from placement.messages import SegmentState, ServerState, WorkerPlace
 from placement.permissions import Refused, explain_refusal, refused_by
 from placement.plan import Policy
@@ -21,6 +22,8 @@ from placement.residency import (
     VerdictKind,
     judge,
     judge_cache,
+    judge_page_cache,
+    merge,
     misplaced_pages,
     pages_per_node,
 )
@@ -77,6 +80,9 @@ def verify_segments(state: ServerState, procfs: Path = Path("/proc")) -> list[Ch
     interleaved = state.placement_policy == Policy.INTERLEAVE.value
     checks = []
     for segment in state.segments:
+        if segment.files:
+            checks.append(_check_files(segment, pids, procfs))
+            continue
         found = mappings.get(segment.unit, {})
         if not found:
             text = "no process of the server that may be looked at maps it, so nothing is proven"
@@ -91,6 +97,28 @@ def verify_segments(state: ServerState, procfs: Path = Path("/proc")) -> list[Ch
             )
             checks.append(_check_segment(segment, sights, interleaved))
     return checks
+
+
+def _check_files(segment: SegmentState, pids: list[int], procfs: Path) -> Check:
+    """Weights in the checkpoint's own files: their page cache, and whether they are still what was loaded."""
+    files = [WeightsFile(*fields) for fields in segment.files]
+    sights = []
+    for pid in pids:
+        ranges = _mapped_files(pid, {file.path for file in files}, procfs)
+        if ranges:
+            sights.append(
+                Sight(pid, merge([pages_per_node(start, end - start, pid) for start, end in ranges]))
+            )
+    if not sights:
+        text = "no process of the server that may be looked at maps them, so nothing is proven"
+        return Check(segment.unit, -1, segment.memory_nodes, Verdict(VerdictKind.UNBOUND, text, local=False))
+    fullest = max(sights, key=lambda sight: sight.residency.present)
+    verdict = judge_page_cache(fullest.residency, segment.memory_nodes)
+    changes = [change for file in files if (change := file.change())]
+    if changes:
+        text = f"{verdict.explanation}; {'; '.join(changes)}: what is served may not be what the digest says"
+        verdict = Verdict(verdict.kind, text, local=False)
+    return Check(segment.unit, -1, segment.memory_nodes, verdict, tuple(sights))
 
 
 def verify_cache(place: WorkerPlace, row: BoardRow) -> Check:
@@ -143,6 +171,21 @@ def _check_segment(segment: SegmentState, sights: tuple[Sight, ...], interleaved
 def _refusals(mbind_errno: int) -> list[Refused]:
     """The refusal of mbind that another process of this server met: the same filter and capabilities hold here."""
     return [explain_refusal("mbind", mbind_errno)] if mbind_errno else []
+
+
+def _mapped_files(pid: int, paths: Collection[str], procfs: Path) -> list[tuple[int, int]]:
+    """(start, end) of every mapping of the files; nothing where the process is gone."""
+    try:
+        maps = (procfs / str(pid) / "maps").read_text(errors="replace")
+    except OSError:
+        return []
+    found = []
+    for line in maps.splitlines():
+        fields = line.split(None, 5)
+        if len(fields) > 5 and fields[5].removesuffix(" (deleted)") in paths:
+            start, _, end = fields[0].partition("-")
+            found.append((int(start, 16), int(end, 16)))
+    return found
 
 
 def _mapped_segments(pid: int, procfs: Path) -> Iterator[tuple[str, int, int, int]]:

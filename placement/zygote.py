@@ -19,6 +19,7 @@ from typing import Any
 
 from placement.binding import bind_process
 from placement.board import Board
+from placement.file_segment import open_segment
 from placement.logs import configure_logging
 from placement.messages import (
     AttachSegment,
@@ -32,7 +33,6 @@ from placement.messages import (
     ZygoteConfig,
     ZygoteReady,
 )
-from placement.segment import Segment
 
 log = logging.getLogger("numaserve.zygote")
 
@@ -112,7 +112,7 @@ class Zygote:
 
     def _attach(self, message: AttachSegment, fd: int) -> None:
         try:
-            segment = Segment(fd)
+            segment = open_segment(fd)
             os.close(fd)
             self._prepared = resolve(self._config.prepare_entry)(segment, self._config, message.verdict)
         except (ValueError, OSError) as error:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import grpc
@@ -30,10 +31,10 @@ log = logging.getLogger("numaserve.control")
 SERVICE_NAME = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
 
 
-def memory_of(pid: int, kv_address: int = 0) -> ProcessMemory | None:
-    """Memory of one process, None when it is gone or may not be looked at."""
+def memory_of(pid: int, weights: Collection[str], kv_address: int = 0) -> ProcessMemory | None:
+    """Memory of one process, None when it is gone or may not be looked at. `weights` name the mappings that hold them."""
     try:
-        return process_memory(pid, MEMFD_PREFIX, kv_address)
+        return process_memory(pid, weights, kv_address)
     except OSError:
         return None
 
@@ -115,11 +116,14 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     def _measure(self, state: ServerState) -> control_pb2.GetStatusResponse:
         rows = {place.index: self._board.read(place.index) for place in state.workers}
+        weights = (MEMFD_PREFIX, *(file[0] for segment in state.segments for file in segment.files))
         memories = {
-            place.index: memory_of(place.pid, rows[place.index].kv_cache_address) if place.pid else None
+            place.index: memory_of(place.pid, weights, rows[place.index].kv_cache_address)
+            if place.pid
+            else None
             for place in state.workers
         }
-        others = [memory_of(pid) for pid in (state.launcher_pid, os.getpid(), *state.helper_pids)]
+        others = [memory_of(pid, weights) for pid in (state.launcher_pid, os.getpid(), *state.helper_pids)]
         known = [memory for memory in (*memories.values(), *others) if memory is not None]
         return control_pb2.GetStatusResponse(
             version=state.version,

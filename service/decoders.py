@@ -6,18 +6,21 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from placement.segment import Segment
+from placement.file_segment import AnySegment, FileSegment
 from service.backends import PANELS, ROWS
 from service.kernels.library import KernelError, KernelPool, load
+from service.loader.file_weights import file_tensors
 from service.models.config import ModelConfig
 from service.models.decoder import Decoder
 from service.models.native_decoder import NativeDecoder
 from service.models.native_weights import native_weights
-from service.ops.torch_ops import TorchOps
+from service.ops.torch_ops import TorchOps, Weight
 
 
-def weight_tensors(segment: Segment) -> Mapping[str, torch.Tensor]:
+def weight_tensors(segment: AnySegment) -> Mapping[str, Weight]:
     """Tensors over the segment's read-only pages; packed ones as bytes [nbytes]."""
+    if isinstance(segment, FileSegment):
+        return file_tensors(segment)
     views = segment.views()
     return {
         entry.name: torch.frombuffer(views[entry.name], dtype=torch.uint8)
@@ -27,16 +30,15 @@ def weight_tensors(segment: Segment) -> Mapping[str, torch.Tensor]:
     }
 
 
-def open_decoder(config: ModelConfig, segment: Segment, cpus: Sequence[int]) -> Decoder | NativeDecoder:
+def open_decoder(config: ModelConfig, segment: AnySegment, cpus: Sequence[int]) -> Decoder | NativeDecoder:
     """The decoder over the segment's weights, computing on `cpus`. To be called after the last fork.
 
     Raises ValueError for a layout that this program does not know, KernelError where the kernels cannot run.
     """
-    layout = segment.manifest.layout
-    if layout == ROWS:
+    if isinstance(segment, FileSegment) or segment.manifest.layout == ROWS:
         return Decoder(config, weight_tensors(segment), TorchOps())
-    if layout != PANELS:
-        raise ValueError(f"the segment's layout is {layout!r}, which no backend here reads")
+    if segment.manifest.layout != PANELS:
+        raise ValueError(f"the segment's layout is {segment.manifest.layout!r}, which no backend here reads")
     library = load()
     if library is None:
         raise KernelError("the segment's weights are packed for the native kernels, which are not there")

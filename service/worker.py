@@ -18,11 +18,10 @@ import uvloop
 
 from placement.binding import Binding, bind_process
 from placement.board import Board, BoardRow, WorkerState
+from placement.file_segment import AnySegment
 from placement.logs import configure_logging
-from placement.mapping import MADV_POPULATE_READ
 from placement.messages import Channel, DrainWorker, Failed, ForkWorker, WorkerServing, ZygoteConfig
 from placement.plan import Policy
-from placement.segment import Segment
 from placement.topology import read_topology
 from service.config import ServiceConfig
 from service.decoders import open_decoder
@@ -55,7 +54,7 @@ class Prepared:
 
     service: ServiceConfig
     unit: ZygoteConfig
-    segment: Segment
+    segment: AnySegment
     verdict: str
     checkpoint: Checkpoint
     model_config: ModelConfig
@@ -67,7 +66,7 @@ class Prepared:
     node_distances: Mapping[int, Mapping[int, int]]
 
 
-def prepare(segment: Segment, unit: ZygoteConfig, verdict: str) -> Prepared:
+def prepare(segment: AnySegment, unit: ZygoteConfig, verdict: str) -> Prepared:
     """Runs in the zygote: no tensor operation and no thread may start here."""
     service = ServiceConfig.from_json(unit.service_config)
     checkpoint = open_checkpoint(Path(service.model_dir))
@@ -99,7 +98,7 @@ def end_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(token_id for token_id in ids if token_id < config.vocab_size)
 
 
-def kv_dtype(service: ServiceConfig, segment: Segment) -> torch.dtype:
+def kv_dtype(service: ServiceConfig, segment: AnySegment) -> torch.dtype:
     """The cache's type: as asked, or the weights'."""
     name = service.kv_cache_dtype if service.kv_cache_dtype != "auto" else segment.manifest.dtype
     dtype: torch.dtype = getattr(torch, name)
@@ -119,7 +118,7 @@ class Worker:
         self._leaving = False
         self._memory = self._allocate_cache()
         _report_refusals((self._memory.binding,))
-        prepared.segment.mapping.advise(MADV_POPULATE_READ)
+        prepared.segment.populate()
         engine = self._make_engine()
         engine.pool.watcher = board.prefixes(assignment.index)
         self._engine = AsyncEngine(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from placement.plan import Policy
 from service.backends import BACKENDS, choose_backend
 from service.models.packing import DEFAULT_GROUPS, QUANTIZATIONS, Quantization, parse_quantization
 
@@ -37,4 +38,11 @@ def add_weight_flags(group: argparse._ActionsContainer) -> None:
 def backend_from(args: argparse.Namespace) -> tuple[str, Quantization | None]:
     """The backend and the rounding that parsed flags ask for. Raises ValueError naming the flag."""
     quantization = parse_quantization(args.quantize, args.quantize_group_size)
-    return choose_backend(args.backend, quantization), quantization
+    asked = args.backend
+    if args.placement == Policy.SHARED.value:
+        if asked == "cpu":
+            raise ValueError(
+                "--backend cpu: packs weights in memory of its own, and --placement shared has none: give --backend torch"
+            )
+        asked = "torch"
+    return choose_backend(asked, quantization), quantization

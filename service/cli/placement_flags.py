@@ -40,7 +40,7 @@ def add_placement_flags(parser: argparse.ArgumentParser) -> None:
         "--placement",
         choices=("auto", *(policy.value for policy in Policy)),
         default="auto",
-        help="how weights lie: a copy per node, or one over all nodes; shared page cache is refused (default: auto)",
+        help="how weights lie: a copy per node, one over all nodes, or the checkpoint's files themselves (default: auto)",
     )
     group.add_argument(
         "--kv-cache-memory", type=parse_size, metavar="SIZE", help="KV cache per worker, such as 512MiB or 2G"
@@ -75,4 +75,5 @@ def plan_request_from(args: argparse.Namespace, sizes: ModelSizes) -> PlanReques
         membind=args.membind,
         interleave=args.interleave,
         physcpubind=args.physcpubind,
+        shared_obstacle=sizes.shared_obstacle,
     )

@@ -104,7 +104,7 @@ def fill(
         stack.callback(pool.shutdown, cancel_futures=True)
         running = [pool.submit(job.run, files, report) for job in jobs]
         digests = [digest for job in running for digest in job.result()]
-    return hashlib.sha256(json.dumps(sorted(digests)).encode()).hexdigest()
+    return content_digest(digests)
 
 
 def _open_files(jobs: Sequence[_Copy | _Pack], stack: contextlib.ExitStack) -> dict[Path, int]:
@@ -135,3 +135,8 @@ def _jobs_of(tensor: WeightTensor, destination: memoryview) -> Sequence[_Copy | 
         copies.append(_Copy(part, view[start : start + size], tensor.dtype))
         start += size
     return copies
+
+
+def content_digest(entries: list[list[object]]) -> str:
+    """The digest of a checkpoint from the entries of its tensors, in any order; see `fill`."""
+    return hashlib.sha256(json.dumps(sorted(entries)).encode()).hexdigest()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.backends import lay_out_for
+from service.loader.as_stored import why_not_as_stored
 from service.loader.checkpoint import open_checkpoint
 from service.models.config import parse_config
 from service.models.packing import Quantization
@@ -16,6 +17,7 @@ from service.models.weights import DTYPES, ITEM_BYTES, plan_weights
 class ModelSizes:
     """Sizes in bytes; `weights_bytes` is the sum of the decoder's tensors without padding between them.
 
+    `shared_obstacle` says what of the files would have to be converted, empty when they can be used as they are.
     `context_length` is the longest sequence in tokens; `blocks_per_sequence` the KV blocks that one of that length takes.
     """
 
@@ -30,6 +32,7 @@ class ModelSizes:
     dtype: str
     kv_dtype: str
     tensors: int
+    shared_obstacle: str = ""
 
 
 def measure(
@@ -63,4 +66,5 @@ def measure(
         dtype=plan.dtype,
         kv_dtype=kv_dtype,
         tensors=len(plan.tensors),
+        shared_obstacle=why_not_as_stored(plan, dtype),
     )

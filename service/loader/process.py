@@ -16,10 +16,11 @@ from placement.binding import Binding, bind_mapping
 from placement.messages import Channel, Failed, LoadProgress, SegmentBuilt, ZygoteConfig
 from placement.plan import Policy
 from placement.residency import Verdict, judge, pages_per_node
-from placement.segment import SegmentBuilder, TensorSpec
+from placement.segment import SegmentBuilder, SegmentError, TensorSpec
 from service.backends import PANELS, ROWS, lay_out_for
 from service.config import ServiceConfig
 from service.loader.checkpoint import CheckpointError, open_checkpoint
+from service.loader.file_weights import SharedFiles, share_files
 from service.loader.fill import fill
 from service.models.config import ConfigError, parse_config
 from service.models.weights import WeightPlan, plan_weights
@@ -87,6 +88,10 @@ def run(channel: Channel, config: ZygoteConfig) -> None:
         )
         total = sum(tensor.nbytes for tensor in plan.tensors)
         reporter = _Reporter(channel, total)
+        if Policy(config.policy) is Policy.SHARED:
+            shared = share_files(config.unit, config.memory_nodes, plan, len(config.cpus), reporter)
+            _report_shared(channel, shared, plan.dtype, started)
+            return
         fd, digest, verdict, binding, builder, pages = build_segment(
             config.unit,
             config.memory_nodes,
@@ -94,7 +99,7 @@ def run(channel: Channel, config: ZygoteConfig) -> None:
             plan,
             lambda builder: fill(plan, builder.destinations(), len(config.cpus), reporter),
         )
-    except (CheckpointError, ConfigError, OSError) as error:
+    except (CheckpointError, ConfigError, SegmentError, OSError) as error:
         channel.send(Failed(f"{config.unit}: {error}", permanent=True))
         raise SystemExit(2) from None
     huge = "asked for" if builder.huge_pages_advised else "not available for shared memory here"
@@ -114,3 +119,24 @@ def run(channel: Channel, config: ZygoteConfig) -> None:
         [fd],
     )
     os.close(fd)
+
+
+def _report_shared(channel: Channel, shared: SharedFiles, dtype: str, started: float) -> None:
+    steps = [f"{len(shared.manifest.files)} files of the checkpoint mapped, nothing copied"]
+    if shared.dropped:
+        steps.append(f"page cache: {shared.dropped} pages were on other nodes; dropped and read again")
+    channel.send(
+        SegmentBuilt(
+            total_bytes=shared.total_bytes,
+            digest=shared.manifest.digest,
+            dtype=dtype,
+            verdict=shared.verdict.kind.value,
+            explanation=shared.verdict.explanation,
+            seconds=time.monotonic() - started,
+            pages=tuple(shared.residency.pages.items()),
+            steps=tuple(steps),
+            files=tuple(shared.manifest.files),
+        ),
+        [shared.fd],
+    )
+    os.close(shared.fd)

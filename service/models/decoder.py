@@ -11,7 +11,7 @@ from service.models.batch import ForwardBatch, PagedKVCache, rope_lengths
 from service.models.config import LayerConfig, ModelConfig, RopeConfig
 from service.models.rope import RotaryTable
 from service.ops.attention import AttentionPlan, AttentionShape
-from service.ops.torch_ops import TorchOps
+from service.ops.torch_ops import TorchOps, Weight
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class _Layer:
 
     config: LayerConfig
     norms: Mapping[str, torch.Tensor]
-    weights: Mapping[str, torch.Tensor]
+    weights: Mapping[str, Weight]
     biases: Mapping[str, torch.Tensor]
 
 
@@ -44,10 +44,10 @@ class Decoder:
     Of the weights nothing is copied but the norms' vectors, when they are not float32 or have an offset.
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], ops: TorchOps) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], ops: TorchOps) -> None:
         self.config = config
         self._ops = ops
-        self._embedding = weights["embed_tokens.weight"]
+        self._embedding = _whole(weights["embed_tokens.weight"])
         self._head = weights.get("lm_head.weight", self._embedding)
         self._final_norm = self._norm_weight(weights["final_norm.weight"])
         self._layers = [self._layer(index, layer, weights) for index, layer in enumerate(config.layers)]
@@ -144,7 +144,7 @@ class Decoder:
         if layer.config.experts and config.experts is not None:
             return self._ops.mixture(
                 x,
-                weights["experts.router"],
+                _whole(weights["experts.router"]),
                 weights["experts.gate_up"],
                 weights["experts.down"],
                 config.experts.per_token,
@@ -169,19 +169,29 @@ class Decoder:
     def _pad_rows(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.pad(x, (0, 0, 0, -len(x) % self._ops.tile_rows))
 
-    def _norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        weight = weight.float()
+    def _norm_weight(self, weight: Weight) -> torch.Tensor:
+        weight = _whole(weight).float()
         return weight + self.config.norm_offset if self.config.norm_offset else weight
 
-    def _layer(self, index: int, layer: LayerConfig, weights: Mapping[str, torch.Tensor]) -> _Layer:
+    def _layer(self, index: int, layer: LayerConfig, weights: Mapping[str, Weight]) -> _Layer:
         prefix = f"layers.{index}."
         own = {
             name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)
         }
-        matrices = {name: tensor for name, tensor in own.items() if name.endswith(".weight")}
+        named = {name.removesuffix(".weight"): t for name, t in own.items() if name.endswith(".weight")}
         return _Layer(
             layer,
-            {n.removesuffix(".weight"): self._norm_weight(t) for n, t in matrices.items() if t.dim() == 1},
-            {n.removesuffix(".weight"): t for n, t in matrices.items() if t.dim() > 1},
-            {n.removesuffix(".bias"): t for n, t in own.items() if n.endswith(".bias")},
+            {name: self._norm_weight(t) for name, t in named.items() if _is_vector(t)},
+            {name: t for name, t in named.items() if not _is_vector(t)},
+            {name.removesuffix(".bias"): _whole(t) for name, t in own.items() if name.endswith(".bias")},
         )
+
+
+def _is_vector(weight: Weight) -> bool:
+    return isinstance(weight, torch.Tensor) and weight.dim() == 1
+
+
+def _whole(weight: Weight) -> torch.Tensor:
+    """A weight that never comes in parts."""
+    assert isinstance(weight, torch.Tensor)
+    return weight

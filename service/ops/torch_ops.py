@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from service.ops.attention import AttentionPlan, AttentionShape, QueryRange, attend, plan_attention
 from service.ops.row_stable_linear import TILE_ROWS, RowStableLinear
+
+# A matrix, or one for each expert, as a tensor; or as its parts, where a checkpoint's files keep apart what is joined
+# here: matrices whose rows follow each other, and for experts a tuple of such.
+Weight = torch.Tensor | tuple[Any, ...]
 
 
 class TorchOps:
@@ -27,8 +32,11 @@ class TorchOps:
         """table [vocab, hidden], token_ids [rows] -> [rows, hidden] float32."""
         return table.index_select(0, token_ids).float()
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [rows, columns], weight [n, columns], bias [n] -> [rows, n]."""
+        if isinstance(weight, tuple):
+            joined = torch.cat([self._linear(x, part, None) for part in weight], -1)
+            return joined if bias is None else joined.add_(bias)
         return self._linear(x, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -84,8 +92,8 @@ class TorchOps:
         self,
         x: torch.Tensor,
         router: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
         per_token: int,
         normalize: bool,
         activation: str,

@@ -95,8 +95,11 @@ def plan(model: str, *flags: str) -> Facts:
     return {"status": status, "plan": json.loads(text)}
 
 
-def observe(server: Server) -> Facts:
-    """Ask every worker once, then look at each process through /proc, and let the server judge itself."""
+def observe(server: Server, weights: str = "/memfd:numaserve-weights-") -> Facts:
+    """Ask every worker once, then look at each process through /proc, and let the server judge itself.
+
+    `weights` is in the path of the mappings that hold them.
+    """
     say("looking at the server")
     status = server.status()
     with ThreadPoolExecutor() as pool:
@@ -128,7 +131,7 @@ def observe(server: Server) -> Facts:
                 "kv_verdict": worker.kv_verdict,
                 "kv_explanation": worker.kv_explanation,
                 "kv_pages": {entry.node: entry.pages for entry in worker.kv_pages},
-                "weights_in_numa_maps": pages_in_numa_maps(worker.pid, "/memfd:numaserve-weights-"),
+                "weights_in_numa_maps": pages_in_numa_maps(worker.pid, weights),
                 "bound_anonymous_in_numa_maps": pages_in_numa_maps(worker.pid, " bind"),
                 "answer": answers[worker.worker],
                 "restarts": worker.restarts,

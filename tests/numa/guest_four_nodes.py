@@ -6,16 +6,27 @@ import os
 import sys
 from pathlib import Path
 
-from guest_facts import Facts, describe_host, observe, plan, run_scenarios
+from guest_facts import REQUEST, Facts, describe_host, observe, plan, run_scenarios
 from guest_preloaded import serve_preloaded
+from served import Server
 
 MODEL = sys.argv[2]
 
 
 def replicate() -> Facts:
-    """A unit on each node."""
+    """A unit on each node, and where requests go that meet a busy worker."""
     with serve_preloaded(MODEL) as server:
-        return observe(server)
+        return {**observe(server), "relayed": {worker: relay(server, worker) for worker in (0, 2)}}
+
+
+def relay(server: Server, worker: int) -> Facts:
+    """Who serves a long answer that one worker is asked for, and who the next request to that worker meanwhile."""
+    with server.client(worker) as client:
+        stream = client.stream("Hold on", max_tokens=400, temperature=0, ignore_eos=True)
+        first = next(stream).served_by.worker
+        second = client.infer(**REQUEST).served_by
+        stream.close()
+        return {"first": first, "second": second.worker, "nodes": list(second.nodes)}
 
 
 def plans() -> Facts:

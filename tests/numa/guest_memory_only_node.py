@@ -6,7 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from guest_facts import Facts, describe_host, observe, plan, run_scenarios, serve
+from guest_facts import Facts, describe_host, observe, plan, run_scenarios
+from guest_preloaded import serve_preloaded
 
 MODEL = sys.argv[2]
 
@@ -18,7 +19,7 @@ def plans() -> Facts:
 
 def membind() -> Facts:
     """The node's memory, asked for."""
-    with serve(MODEL, "--nodes=0", "--membind=2") as server:
+    with serve_preloaded(MODEL, "--nodes=0", "--membind=2") as server:
         return observe(server)
 
 

@@ -127,6 +127,13 @@ def refused_calls() -> Facts:
         return {**observe(server), "page_cache": cached}
 
 
+def shared_files() -> Facts:
+    """Weights in the checkpoint's own page cache, which lies on the wrong node at first."""
+    cached = read_on_node(MODEL, 1)
+    with serve_preloaded(MODEL, "--placement=shared", "--nodes=0") as server:
+        return {**observe(server, "model.safetensors"), "page_cache": cached}
+
+
 def cpuset() -> Facts:
     """One node's CPUs and memory."""
     with serve_preloaded(MODEL, program=in_cgroup("cpuset.cpus=2-3,cpuset.mems=1")) as server:
@@ -169,6 +176,7 @@ if __name__ == "__main__":
             demo,
             replicate,
             refused_calls,
+            shared_files,
             cpuset,
             interleave,
             node_filled_while_loading,

@@ -25,16 +25,22 @@ def numa_vm() -> str | None:
     return named or (str(beside) if beside.is_file() else None)
 
 
-needs_guests = pytest.mark.skipif(
-    numa_vm() is None or shutil.which("numactl") is None,
-    reason="guests with several nodes need numactl and the tool numa-vm: set NUMA_VM to its path",
-)
+def _why_not() -> str:
+    if numa_vm() is None:
+        return "no tool that boots guests with several nodes: NUMA_VM is not set, and none is beside this repository"
+    return "guests need numactl, which is not installed" if shutil.which("numactl") is None else ""
+
+
+needs_guests = pytest.mark.skipif(bool(_why_not()), reason=_why_not())
 
 
 def run_in_guest(
     out: Path, options: list[str], program: str, *arguments: str, timeout: int
 ) -> dict[str, Any]:
-    """Boot one guest, run `program` of this folder in it, return its facts by scenario."""
+    """Boot one guest, run `program` of this folder in it, return its facts by scenario.
+
+    What the guest says meanwhile is in `out`/guest.log.
+    """
     tool = numa_vm()
     assert tool
     out.mkdir(exist_ok=True)
@@ -56,11 +62,13 @@ def run_in_guest(
         str(out / "facts.json"),
         *arguments,
     ]
-    done = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+    log = out / "guest.log"
+    with log.open("wb") as sink:
+        done = subprocess.run(command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT, check=False)
+    said = log.read_text(errors="replace")
+    # A scenario that is not among the facts fails its tests; here it is said how far the guest came.
+    print(f"numa-vm ended with {done.returncode}:\n{said}")
     facts = out / "facts.json"
-    assert facts.exists(), f"numa-vm ended with {done.returncode}:\n{done.stdout}"
+    assert facts.exists(), f"numa-vm ended with {done.returncode}:\n{said}"
     found: dict[str, Any] = json.loads(facts.read_text())
-    print(done.stdout)
     return found

@@ -38,6 +38,12 @@ def test_each_node_has_its_own_bound_copy(facts: dict[str, Any]) -> None:
     )
 
 
+def test_a_request_that_meets_a_busy_worker_goes_to_the_near_sibling(facts: dict[str, Any]) -> None:
+    relayed = facts["replicate"]["relayed"]
+    assert relayed["0"] == {"first": 0, "second": 1, "nodes": [1]}
+    assert relayed["2"] == {"first": 2, "second": 3, "nodes": [3]}
+
+
 def test_workers_need_not_be_a_multiple_of_the_nodes(facts: dict[str, Any]) -> None:
     plans = facts["plans"]
     homes = {

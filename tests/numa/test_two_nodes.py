@@ -98,6 +98,22 @@ def test_with_calls_refused_first_touch_places_and_the_verdict_says_what_is_miss
     assert found["verify"]["status"] == 0
 
 
+def test_page_cache_on_the_wrong_node_is_read_again_where_it_is_shared(facts: dict[str, Any]) -> None:
+    found = facts["shared_files"]
+    check_serving(found, CPUS, NODES)
+    assert found["policy"] == "shared"
+    assert found["page_cache"]["1"] > 0.95 * sum(found["page_cache"].values())
+    (segment,) = found["segments"]
+    assert segment["verdict"] == "unbound"
+    assert "in the page cache of the checkpoint" in segment["explanation"]
+    assert set(segment["pages"]) == {"0"}
+    assert segment["pages"]["0"] > 15_000
+    assert any("were on other nodes; dropped and read again" in line for line in found["log"])
+    (worker,) = found["workers"]
+    assert set(worker["weights_in_numa_maps"]) == {"0"}
+    assert found["verify"]["status"] == 0
+
+
 def test_a_cpuset_of_one_node_makes_one_unit_bound_to_it(facts: dict[str, Any]) -> None:
     check_bound(facts["cpuset"], {"node1": "2-3"}, {"node1": 1})
 

@@ -32,7 +32,7 @@ class Toy:
             [*command, *map(str, counts)],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(TESTS)},
+            env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"},
         )
         self.log = LogWatcher(self.process)
 

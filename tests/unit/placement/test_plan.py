@@ -369,10 +369,25 @@ def test_an_even_share_must_fit_the_smaller_node(tmp_path):
     assert refusal.subject == "memory of node 1"
 
 
-def test_shared_is_refused_with_its_reason(tmp_path):
-    refusal = only_refusal(plan(two_nodes_smt(tmp_path).read(), placement="shared"))
+def test_shared_is_one_unit_over_all_nodes_and_only_when_asked_for(tmp_path):
+    topology = two_nodes_smt(tmp_path).read()
+    planned = plan(topology, placement="shared", shared_obstacle="")
+    assert (planned.policy, planned.policy_reason) == (Policy.SHARED, "--placement shared")
+    (unit,) = planned.units
+    assert (unit.nodes, unit.memory_nodes) == ((0, 1), (0, 1))
+    assert [worker.memory_nodes for worker in unit.workers] == [(0,), (1,)]
+    assert any("one page cache for all nodes" in note for note in planned.notes)
+    one = plan(topology, placement="shared", nodes="1")
+    assert [unit.memory_nodes for unit in one.units] == [(1,)]
+    assert not any("page cache" in note for note in one.notes)
+
+
+def test_shared_is_refused_where_files_would_have_to_be_converted(tmp_path):
+    topology, obstacle = two_nodes_smt(tmp_path).read(), "a.safetensors: tensor t is F8_E4M3"
+    refusal = only_refusal(plan(topology, placement="shared", shared_obstacle=obstacle))
     assert refusal.subject == "--placement shared"
-    assert "one matrix" in refusal.reason
+    assert refusal.reason == f"serves files as they are, but {obstacle}"
+    assert plan(topology, shared_obstacle=obstacle).refusals == ()
 
 
 def test_two_membind_nodes_fill_one_after_the_other(tmp_path):

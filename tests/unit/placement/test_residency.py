@@ -10,7 +10,16 @@ from fake_host import write
 
 from placement import numa
 from placement.permissions import Refused
-from placement.residency import Method, Residency, VerdictKind, judge, pages_per_node, process_memory
+from placement.residency import (
+    Method,
+    Residency,
+    VerdictKind,
+    judge,
+    judge_page_cache,
+    merge,
+    pages_per_node,
+    process_memory,
+)
 
 PAGE = mmap.PAGESIZE
 MBIND = Refused("mbind", errno.EPERM, "a seccomp filter is active", "add CAP_SYS_NICE")
@@ -232,3 +241,35 @@ def test_a_kv_cache_is_known_by_its_address(tmp_path):
         "7f00-7f10 rw-p 0 00:00 0 \nPss: 9 kB\n7f20-7f30 rw-p 0 00:00 0 \nPss: 6 kB",
     )
     assert process_memory(7, "/memfd:x", kv_address=0x7F20, procfs=tmp_path).kv_pss == 6 * 1024
+
+
+def test_page_cache_is_never_called_bound():
+    found = judge_page_cache(pages({0: 5}, untouched=2), [0])
+    assert (found.kind, found.local) == (VerdictKind.UNBOUND, True)
+    assert found.explanation == (
+        "all 5 pages on node 0 (2 more not in memory), "
+        "in the page cache of the checkpoint, which no policy holds there"
+    )
+    partly = judge_page_cache(pages({0: 5, 1: 3}), [0])
+    assert (partly.kind, partly.local) == (VerdictKind.PARTLY_BOUND, False)
+    assert partly.explanation == (
+        "5 of 8 pages on node 0, the rest on node 1; page cache lies where its first reader ran"
+    )
+    assert not judge_page_cache(pages({}, untouched=2), [0]).local
+
+
+def test_ranges_add_up_and_the_worst_method_counts():
+    merged = merge([pages({0: 1, 1: 2}, 3, 4), pages({1: 5}, method=Method.NUMA_MAPS)])
+    assert (merged.pages, merged.untouched, merged.unknown) == ({0: 1, 1: 7}, 3, 4)
+    assert merged.method is Method.NUMA_MAPS
+    assert merge([pages({0: 1}), pages({}, unknown=1, method=Method.NONE)]).method is Method.NONE
+
+
+@pytest.mark.usefixtures("segment")
+def test_weights_may_have_several_names(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"w" * 8 * PAGE)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+        assert memory[::PAGE] == b"w" * 8
+        both = process_memory(os.getpid(), (NAME, str(path)))
+    assert both.weights_pss == (48 + 8) * PAGE

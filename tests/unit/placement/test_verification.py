@@ -3,11 +3,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from placement import numa
 from placement.board import BoardRow
+from placement.file_segment import WeightsFile
 from placement.mapping import MADV_POPULATE_READ, Mapping
 from placement.messages import SegmentState, ServerState, WorkerPlace
 from placement.residency import Method, VerdictKind
@@ -167,3 +170,45 @@ def test_a_repair_that_is_refused_says_so(cache) -> None:
 def test_a_cache_that_is_in_place_has_nothing_to_repair(cache) -> None:
     touch(cache, 2)
     assert str(repair_cache(place(os.getpid()), row_of(cache))) == "0 pages moved"
+
+
+@pytest.fixture
+def shared_file(tmp_path: Path) -> Iterator[tuple[ServerState, Path]]:
+    """A server whose weights are a file of 16 pages, mapped here."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"w" * 16 * PAGE)
+    with path.open("rb") as file:
+        known = WeightsFile.of(path, file.fileno())
+        mapping = Mapping.of_file(file.fileno(), known.size, writable=False)
+    mapping.advise(MADV_POPULATE_READ)
+    segment = replace(state_of(0).segments[0], files=(tuple(known),))
+    yield replace(state_of(0), segments=(segment,)), path
+    mapping.close()
+
+
+def test_weights_in_files_are_seen_through_their_mappings(shared_file) -> None:
+    (check,) = verify_segments(shared_file[0])
+    assert (check.verdict.kind, check.verdict.local) == (VerdictKind.UNBOUND, True)
+    assert [sight.residency.pages for sight in check.sights] == [{NODE: 16}]
+    elsewhere = replace(shared_file[0].segments[0], memory_nodes=(ELSEWHERE,))
+    (check,) = verify_segments(replace(shared_file[0], segments=(elsewhere,)))
+    assert not check.verdict.local
+    assert "page cache lies where its first reader ran" in check.verdict.explanation
+
+
+def test_a_file_that_changed_is_no_longer_sound(shared_file) -> None:
+    state, path = shared_file
+    os.utime(path, ns=(1, 1))
+    (check,) = verify_segments(state)
+    assert not check.verdict.local
+    assert f"{path}: was written to since it was loaded" in check.verdict.explanation
+    path.unlink()
+    (check,) = verify_segments(state)
+    assert [sight.residency.present for sight in check.sights] == [16]
+    assert "cannot be found any more" in check.verdict.explanation
+
+
+def test_files_that_nobody_maps_prove_nothing(shared_file) -> None:
+    (check,) = verify_segments(replace(shared_file[0], helper_pids=()))
+    assert not check.verdict.local
+    assert "nothing is proven" in check.verdict.explanation

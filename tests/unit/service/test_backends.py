@@ -1,5 +1,6 @@
 """Which backend serves, and what it asks of the weights' layout."""
 
+import argparse
 import logging
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from tiny_models import make_tiny_model
 
 from service import backends
 from service.backends import choose_backend
+from service.cli.model_flags import add_weight_flags, backend_from
+from service.cli.placement_flags import add_placement_flags
 from service.loader.model_size import measure
 from service.models.packing import Quantization, parse_quantization
 
@@ -83,3 +86,19 @@ def test_sizes_for_the_plan_are_those_of_the_layout(tmp_path: Path) -> None:
     assert 0.5 * rows.weights_bytes < int8.weights_bytes < 0.6 * rows.weights_bytes
     assert int4.weights_bytes < int8.weights_bytes
     assert rows.kv_bytes_per_token == int8.kv_bytes_per_token
+
+
+def flags(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_weight_flags(parser)
+    add_placement_flags(parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_files_as_they_are_need_torch() -> None:
+    assert backend_from(flags("--placement=shared")) == ("torch", None)
+    with pytest.raises(ValueError, match=r"--backend cpu: .* --placement shared"):
+        backend_from(flags("--placement=shared", "--backend=cpu"))
+    with pytest.raises(ValueError, match="--quantize int8"):
+        backend_from(flags("--placement=shared", "--quantize=int8"))

@@ -12,6 +12,7 @@ class Sizes:
     weights_bytes: int = 1000
     kv_block_bytes: int = 64
     context_length: int = 100
+    shared_obstacle: str = "no"
 
 
 def request(*words, max_model_len=0):
@@ -23,7 +24,9 @@ def request(*words, max_model_len=0):
 
 
 def test_defaults():
-    assert request() == PlanRequest(weights_bytes=1000, kv_block_bytes=64, min_kv_blocks=7)
+    assert request() == PlanRequest(
+        weights_bytes=1000, kv_block_bytes=64, min_kv_blocks=7, shared_obstacle="no"
+    )
 
 
 def test_every_flag_reaches_the_request():

@@ -223,3 +223,15 @@ def test_attention_is_softmax_attention(heads: int, kv_heads: int, window: int |
         assert torch.equal(
             attend(shape, single, query[position : position + 1], keys, values)[0], result[position]
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_in_parts_is_the_joined_one_and_keeps_rows_apart(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = tuple(torch.randn(rows, 64, generator=generator).to(dtype) for rows in (640, 40, 40))
+    x, bias = torch.randn(68, 64, generator=generator), torch.randn(720, generator=generator)
+    ops = TorchOps()
+    whole = ops.linear(x, parts, bias)
+    torch.testing.assert_close(whole, ops.linear(x, torch.cat(parts), bias))
+    for first in range(0, 68, 4):
+        assert torch.equal(ops.linear(x[first : first + 4], parts, bias), whole[first : first + 4])
