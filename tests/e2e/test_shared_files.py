@@ -54,7 +54,7 @@ def test_two_servers_hold_the_weights_once_per_host_and_answer_as_ever(copy: Pat
     files = sorted(copy.glob("*.safetensors"))
     assert len(files) > 2
     paths, size = [str(path) for path in files], sum(path.stat().st_size for path in files)
-    with Server(copy, tmp_path / "loaded", "--workers-per-node=1", *FLAGS[2:]) as loaded:
+    with Server(copy, tmp_path / "loaded", "--workers-per-node=1", "--backend=torch", *FLAGS[2:]) as loaded:
         with loaded.client() as client:
             expected = list(client.infer(**REQUEST).token_ids)
         digest = loaded.status().segments[0].digest
