@@ -24,6 +24,9 @@ TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -47,7 +50,7 @@ class PartReader:
             read(self._files, source, start, chunk)
             digest.update(chunk)
             yield chunk.nbytes
-        self.digests.append(_digest_entry(source, digest.hexdigest()))
+        self.digests.append(digest_entry(source, digest.hexdigest()))
 
     def rows(self, multiple: int = 1) -> Iterator[torch.Tensor]:
         """The part's rows in order, as chunks [rows, columns]; a multiple of rows in each but the last.
@@ -76,7 +79,7 @@ class PartReader:
                     source.file, f"tensor {source.name} has values that float16 cannot hold"
                 )
             yield values
-        self.digests.append(_digest_entry(source, digest.hexdigest()))
+        self.digests.append(digest_entry(source, digest.hexdigest()))
 
     def _read_scale(self) -> torch.Tensor | None:
         source = self._part.scale
@@ -84,7 +87,7 @@ class PartReader:
             return None
         data = bytearray(source.nbytes)
         read(self._files, source, 0, memoryview(data))
-        self.digests.append(_digest_entry(source, hashlib.sha256(data).hexdigest()))
+        self.digests.append(digest_entry(source, hashlib.sha256(data).hexdigest()))
         return torch.frombuffer(data, dtype=TORCH_DTYPES[source.dtype]).view(source.shape).float()
 
 
@@ -113,5 +116,6 @@ def _scale_rows(
     return by_row.repeat_interleave(block[1], dim=1)[:, : shape[1]]
 
 
-def _digest_entry(source: TensorSource, digest: str) -> list[object]:
+def digest_entry(source: TensorSource, digest: str) -> list[object]:
+    """What the content digest is made of: a tensor's name, dtype and shape, and the SHA-256 of its bytes."""
     return [source.name, source.dtype, list(source.shape), digest]
