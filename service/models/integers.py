@@ -128,8 +128,10 @@ def _scheme_of(
         raise CheckpointError(values.file, f"tensor {values.name} has shape {list(values.shape)}; {asked}")
     fitting = [scheme for scheme in bits if scales.shape in _scales_shapes(layout, scheme.group, shape)]
     if not fitting:
-        groups = " or ".join("a whole row" if s.group == 0 else f"{s.group} columns" for s in bits)
-        problem = f"has shape {list(scales.shape)}, which is not one scale for each {groups} of {list(shape)}"
+        groups = " or every ".join(f"{each.group} columns" if each.group else "row" for each in bits)
+        problem = (
+            f"has shape {list(scales.shape)}, which is not one scale for every {groups} of {list(shape)}"
+        )
         raise CheckpointError(scales.file, f"tensor {scales.name} {problem}")
     if len(fitting) > 1:
         raise CheckpointError(scales.file, f"tensor {scales.name} fits several groups of quantization_config")

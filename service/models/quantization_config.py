@@ -99,6 +99,9 @@ class _Section:
     def scheme(self, bits_key: str, bits: tuple[int, ...], default_group: int | None = None) -> IntegerScheme:
         """Bits that are among `bits`, and columns to a scale that the kernels can have."""
         count, group = self.get(bits_key), self.get("group_size", default_group)
+        for key, value in ((bits_key, count), ("group_size", group)):
+            if value is None:
+                raise self.error(key, "is missing")
         if count not in bits:
             raise self.error(
                 bits_key, f"{count!r} is not supported; {' and '.join(map(str, bits))} {_are(bits)}"
