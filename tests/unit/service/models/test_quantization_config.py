@@ -167,8 +167,16 @@ def test_what_is_read(values: Any, expected: StoredQuantization | None) -> None:
             r"config_groups\.group_0\.weights",
             "is missing: a scheme without rounded weights is not supported",
         ),
-        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config", "is not supported: sparse weights"),
-        (compressed(transform_config={"config_groups": {"u": {}}}), "transform_config", "is not supported: rotated weights"),
+        (
+            compressed(sparsity_config={"format": "sparse-24-bitmask"}),
+            "sparsity_config",
+            "is not supported: sparse weights",
+        ),
+        (
+            compressed(transform_config={"config_groups": {"u": {}}}),
+            "transform_config",
+            "is not supported: rotated weights",
+        ),
     ],
 )
 def test_what_is_refused(values: Any, key: str, problem: str) -> None:
