@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from service.kernels.layout import why_unusable
+from service.models.config_reader import ConfigError
 from service.models.packing import Quantization, pack_plan
 from service.models.weights import WeightPlan
 
@@ -34,5 +35,14 @@ def choose_backend(asked: str, quantization: Quantization | None = None) -> str:
 
 
 def lay_out_for(backend: str, plan: WeightPlan, quantization: Quantization | None = None) -> WeightPlan:
-    """The plan as the backend wants its weights in memory."""
-    return pack_plan(plan, quantization) if backend == "cpu" else plan
+    """The plan as the backend wants its weights in memory.
+
+    Raises ConfigError for a checkpoint of integers that the backend cannot read.
+    """
+    if backend == "cpu":
+        return pack_plan(plan, quantization)
+    if plan.integers:
+        why = why_unusable()
+        problem = f"{plan.integers!r} weights of integers are read by --backend cpu alone, not by {backend}"
+        raise ConfigError("quantization_config.quant_method", problem + (f": {why}" if why else ""))
+    return plan

@@ -21,10 +21,13 @@ def add_weight_flags(group: argparse._ActionsContainer) -> None:
         "--backend",
         default="auto",
         choices=BACKENDS,
-        help="what computes: native kernels (cpu) or torch; auto takes the kernels where they were built",
+        help="what computes: native kernels (cpu) or torch; auto takes the kernels where they were built; "
+        "GPTQ, AWQ and compressed-tensors checkpoints of integers need cpu",
     )
     group.add_argument(
-        "--quantize", choices=("none", *QUANTIZATIONS), help="round the weights while they are loaded"
+        "--quantize",
+        choices=("none", *QUANTIZATIONS),
+        help="round the weights while they are loaded, those that the checkpoint holds rounded already excepted",
     )
     groups = ", ".join(f"{name} {size or 'whole row'}" for name, size in DEFAULT_GROUPS.items())
     group.add_argument(

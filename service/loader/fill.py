@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 
 from service.loader.checkpoint import CheckpointError
+from service.loader.integer_reader import IntegerReader
 from service.loader.packer import Packer
 from service.loader.part_reader import TORCH_DTYPES, PartReader
+from service.models.integers import IntegerPart
 from service.models.weights import ITEM_BYTES, WeightPart, WeightPlan, WeightTensor
 
 
@@ -30,7 +32,7 @@ class _Copy:
     dtype: str
 
     @property
-    def parts(self) -> tuple[WeightPart, ...]:
+    def parts(self) -> tuple[WeightPart | IntegerPart, ...]:
         return (self.part,)
 
     def run(self, files: Mapping[Path, int], report: Callable[[int], None]) -> list[list[object]]:
@@ -57,7 +59,7 @@ class _Pack:
     destination: memoryview
 
     @property
-    def parts(self) -> tuple[WeightPart, ...]:
+    def parts(self) -> tuple[WeightPart | IntegerPart, ...]:
         return self.tensor.parts
 
     def run(self, files: Mapping[Path, int], report: Callable[[int], None]) -> list[list[object]]:
@@ -65,7 +67,11 @@ class _Pack:
         tensor, digests = self.tensor, []
         packer = Packer(tensor, self.destination)
         for part in tensor.parts:
-            reader = PartReader(part, tensor.dtype, files)
+            reader = (
+                IntegerReader(part, files)
+                if isinstance(part, IntegerPart)
+                else PartReader(part, tensor.dtype, files)
+            )
             for rows in reader.rows(packer.row_multiple):
                 report(packer.add(rows))
             digests += reader.digests
@@ -88,7 +94,7 @@ def fill(
     Raises CheckpointError when a file is cut short or cannot be read.
     """
     jobs = [job for tensor in plan.tensors for job in _jobs_of(tensor, destinations[tensor.name])]
-    jobs.sort(key=lambda job: sum(part.source.nbytes for part in job.parts), reverse=True)
+    jobs.sort(key=lambda job: sum(part.sources[0].nbytes for part in job.parts), reverse=True)
     lock = threading.Lock()
 
     def report(filled: int) -> None:
@@ -110,8 +116,8 @@ def fill(
 def _open_files(jobs: Sequence[_Copy | _Pack], stack: contextlib.ExitStack) -> dict[Path, int]:
     files: dict[Path, int] = {}
     for part in (part for job in jobs for part in job.parts):
-        for source in (part.source, part.scale):
-            if source is not None and source.file not in files:
+        for source in part.sources:
+            if source.file not in files:
                 try:
                     files[source.file] = os.open(source.file, os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as error:
@@ -131,6 +137,8 @@ def _jobs_of(tensor: WeightTensor, destination: memoryview) -> Sequence[_Copy | 
         return [_Pack(tensor, view)]
     copies, start = [], 0
     for part in tensor.parts:
+        if isinstance(part, IntegerPart):
+            raise ValueError(f"{tensor.name}: whole numbers can only be packed")
         size = math.prod(part.source.shape) * ITEM_BYTES[tensor.dtype]
         copies.append(_Copy(part, view[start : start + size], tensor.dtype))
         start += size

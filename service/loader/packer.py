@@ -9,6 +9,7 @@ import torch
 
 from service.kernels.layout import expert_stride, packed_bytes
 from service.kernels.library import KernelError, KernelPool, load
+from service.loader.integer_reader import IntegerRows
 from service.models.weights import WeightTensor
 
 # Narrower ranges that are tried for each group of integers: more find no better ones.
@@ -35,22 +36,37 @@ class Packer:
         self._all_rows = math.prod(tensor.shape[:-1])
         self._done = 0
 
-    def add(self, rows: torch.Tensor) -> int:
+    def add(self, rows: torch.Tensor | IntegerRows) -> int:
         """Packs rows [count, columns], the next ones; returns how many bytes of the plan that makes."""
         before = self._filled()
         for start, count, matrix, row in self._pieces(len(rows)):
             place = self._memory[matrix * self._stride : matrix * self._stride + self._size]
-            _pool().pack(
-                rows[start : start + count],
-                self._tensor.packing,
-                group=self._tensor.group,
-                search=_SEARCH.get(self._tensor.packing, 0),
-                rows=self._rows,
-                first_row=row,
-                out=place,
-            )
+            self._pack(rows[start : start + count], row, place)
             self._done += count
         return self._filled() - before
+
+    def _pack(self, rows: torch.Tensor | IntegerRows, first_row: int, place: torch.Tensor) -> None:
+        tensor, pool = self._tensor, _pool()
+        if isinstance(rows, IntegerRows):
+            pool.pack_quantized(
+                rows.values,
+                rows.scales,
+                rows.zeros,
+                group=tensor.group,
+                rows=self._rows,
+                first_row=first_row,
+                out=place,
+            )
+        else:
+            pool.pack(
+                rows,
+                tensor.packing,
+                group=tensor.group,
+                search=_SEARCH.get(tensor.packing, 0),
+                rows=self._rows,
+                first_row=first_row,
+                out=place,
+            )
 
     def _pieces(self, count: int) -> list[tuple[int, int, int, int]]:
         """(first of the new rows, how many, matrix, row in it), so that none goes over a matrix's end."""

@@ -24,6 +24,9 @@ TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -114,5 +117,5 @@ def _scale_rows(
 
 
 def digest_entry(source: TensorSource, digest: str) -> list[object]:
-    """What one tensor adds to the digest of contents; `digest` is the SHA-256 of its bytes."""
+    """What the content digest is made of: a tensor's name, dtype and shape, and the SHA-256 of its bytes."""
     return [source.name, source.dtype, list(source.shape), digest]

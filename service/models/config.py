@@ -8,6 +8,7 @@ from typing import Any
 
 from service.models.config_reader import ConfigError, ConfigReader
 from service.models.families import find_family, layer_windows
+from service.models.quantization_config import StoredQuantization, read_quantization
 from service.models.rope_config import RopeConfig, layer_ropes, longest_context
 
 __all__ = ["ConfigError", "ExpertsConfig", "LayerConfig", "ModelConfig", "RopeConfig", "parse_config"]
@@ -38,6 +39,7 @@ class ModelConfig:
 
     `qk_norm` is "" (none), "head" (over each head) or "full" (over all heads together). Norms multiply by
     `norm_offset` + weight. A soft cap c bounds x as c * tanh(x / c); 0 is off. `context_length` is in tokens.
+    `quantization` says how the checkpoint holds the matrices that it holds rounded.
     """
 
     model_type: str
@@ -66,7 +68,7 @@ class ModelConfig:
     attention_softcap: float = 0.0
     logits_softcap: float = 0.0
     experts: ExpertsConfig | None = None
-    scale_block: tuple[int, int] | None = None
+    quantization: StoredQuantization | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -145,7 +147,7 @@ def parse_config(
         attention_softcap=_read_softcap(reader, "attn_logit_softcapping", family.soft_caps),
         logits_softcap=_read_softcap(reader, "final_logit_softcapping", family.soft_caps),
         experts=experts,
-        scale_block=_read_quantization(reader),
+        quantization=read_quantization(reader),
         bos_token_id=_read_bos(config, generation_config or {}),
         eos_token_ids=_read_eos(config, generation_config or {}),
     )
@@ -196,32 +198,6 @@ def _read_experts(kind: str, reader: ConfigReader, layers: int) -> tuple[Experts
         raise ConfigError("mlp_only_layers", f"must be a list of layer numbers, not {dense!r}")
     step = reader.size("decoder_sparse_step")
     return experts, [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
-
-
-def _read_quantization(reader: ConfigReader) -> tuple[int, int] | None:
-    """The block that shares one scale in an fp8 checkpoint, as rows and columns; None where scales are per tensor or row."""
-    quantization = reader.raw("quantization_config")
-    if quantization is None:
-        return None
-    if not isinstance(quantization, dict):
-        raise ConfigError("quantization_config", f"must be an object, not {quantization!r}")
-    method = quantization.get("quant_method")
-    is_float = method == "fp8" or (
-        method == "compressed-tensors"
-        and quantization.get("format") in ("float-quantized", "naive-quantized")
-    )
-    if not is_float:
-        raise ConfigError("quantization_config.quant_method", f"{method!r} is not supported; fp8 is")
-    block = quantization.get("weight_block_size")
-    if block is None:
-        return None
-    if not (
-        isinstance(block, list) and len(block) == 2 and all(type(item) is int and item > 0 for item in block)
-    ):
-        raise ConfigError(
-            "quantization_config.weight_block_size", f"must be two whole numbers, not {block!r}"
-        )
-    return block[0], block[1]
 
 
 def _read_bos(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> int | None:

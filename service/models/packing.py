@@ -46,7 +46,10 @@ def parse_quantization(name: str | None, group: int | None) -> Quantization | No
 
 
 def pack_plan(plan: WeightPlan, quantization: Quantization | None = None) -> WeightPlan:
-    """The plan with every matrix packed for the native kernels; vectors stay as they are."""
+    """The plan with every matrix packed for the native kernels; vectors stay as they are.
+
+    `quantization` rounds the matrices that the checkpoint holds as floating-point numbers; its integers stay what they are.
+    """
     tensors = tuple(_pack(tensor, quantization) for tensor in plan.tensors)
     return replace(plan, tensors=tensors, nbytes=sum(tensor.nbytes for tensor in tensors))
 
@@ -55,7 +58,9 @@ def _pack(tensor: WeightTensor, quantization: Quantization | None) -> WeightTens
     if len(tensor.shape) < 2:
         return tensor
     format, group = tensor.dtype, 0
-    if quantization is not None and not tensor.name.endswith(_KEPT):
+    if tensor.packing:
+        format, group = tensor.packing, tensor.group
+    elif quantization is not None and not tensor.name.endswith(_KEPT):
         format, group = quantization.format, quantization.group
         if tensor.name in _HEADS:
             format, group = "int8", 0 if quantization.format == "int4" else group

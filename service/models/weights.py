@@ -19,6 +19,7 @@ from pathlib import Path
 from service.loader.checkpoint import Checkpoint, CheckpointError, TensorSource
 from service.models.config import ModelConfig
 from service.models.families import family_of
+from service.models.integers import IntegerPart, find_integers, integer_layout
 
 DTYPES = ("float32", "bfloat16", "float16")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -32,8 +33,15 @@ _STORED_AS = {
 }
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
-# Scales of activations and of the KV cache in fp8 checkpoints: neither is quantised here.
-_IGNORED_SCALES = (".input_scale", ".k_scale", ".v_scale", ".output_scale")
+# Scales of activations and of the KV cache in quantised checkpoints: neither is rounded here.
+_IGNORED_SCALES = (
+    ".input_scale",
+    ".output_scale",
+    ".input_zero_point",
+    ".output_zero_point",
+    ".k_scale",
+    ".v_scale",
+)
 
 
 @dataclass(frozen=True)
@@ -48,32 +56,42 @@ class WeightPart:
     scale: TensorSource | None = None
     scale_block: tuple[int, int] | None = None
 
+    @property
+    def sources(self) -> tuple[TensorSource, ...]:
+        """All tensors of the checkpoint that are read."""
+        return (self.source,) if self.scale is None else (self.source, self.scale)
+
 
 @dataclass(frozen=True)
 class WeightTensor:
     """One tensor of the decoder: its parts, converted to `dtype` (a torch dtype's name), lie one after the other.
 
     `packing` is the format of the native kernels that it is packed in, `group` its columns to a scale; "" is not packed.
+    Whole numbers are planned as packed; `dtype` is then only what else is computed with, as the KV cache.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    parts: tuple[WeightPart, ...]
+    parts: tuple[WeightPart | IntegerPart, ...]
     packing: str = ""
     group: int = 0
 
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """All tensors of the decoder. `dtype` is that of most of their bytes; `nbytes` their sum without padding."""
+    """All tensors of the decoder. `dtype` is that of most of their bytes; `nbytes` their sum without padding.
+
+    `integers` is the quant_method of a checkpoint that holds matrices as whole numbers, "" for others.
+    """
 
     tensors: tuple[WeightTensor, ...]
     dtype: str
     nbytes: int
     parameters: int
     tied: bool
+    integers: str = ""
 
 
 def plan_weights(config: ModelConfig, checkpoint: Checkpoint, dtype: str = "auto") -> WeightPlan:
@@ -116,7 +134,9 @@ class _Planner:
         by_dtype = {name: sum(t.nbytes for t in tensors if t.dtype == name) for name in DTYPES}
         parameters = sum(math.prod(tensor.shape) for tensor in tensors)
         most = max(by_dtype, key=lambda name: by_dtype[name])
-        return WeightPlan(tuple(tensors), most, sum(by_dtype.values()), parameters, tied)
+        stored = self._config.quantization
+        integers = stored.method if stored and any(tensor.packing for tensor in tensors) else ""
+        return WeightPlan(tuple(tensors), most, sum(by_dtype.values()), parameters, tied, integers)
 
     def _layer(self, index: int) -> Iterator[WeightTensor]:
         config = self._config
@@ -129,20 +149,33 @@ class _Planner:
                 yield self._tensor(f"layers.{index}.{name}.bias", shape[:1], sources, "bias")
 
     def _tensor(self, name: str, shape: tuple[int, ...], sources: list[str], kind: str) -> WeightTensor:
-        rows, columns = math.prod(shape[:-1]), shape[-1]
-        parts = tuple(self._part(f"{source}.{kind}") for source in sources)
-        expected = self._expected_shapes(name, shape, len(parts))
-        for part, wanted in zip(parts, expected, strict=True):
-            if part.source.shape != wanted:
-                found = f"has shape {list(part.source.shape)}"
-                problem = f"tensor {part.source.name} {found}, config.json asks for {list(wanted)}"
-                raise CheckpointError(part.source.file, problem)
+        wanted = self._expected_shapes(name, shape, len(sources))
+        parts = tuple(
+            self._part(source, kind, expected) for source, expected in zip(sources, wanted, strict=True)
+        )
+        packing, group = self._common_scheme(name, parts)
         if self._dtype != "auto":
             dtype = self._dtype
+        elif packing:
+            dtype = self._embedding_dtype()
         else:
-            stored = {_STORED_AS[part.source.dtype] for part in parts}
+            stored = {_STORED_AS[part.source.dtype] for part in parts if isinstance(part, WeightPart)}
             dtype = stored.pop() if len(stored) == 1 else "float32"
-        return WeightTensor(name, shape, dtype, rows * columns * ITEM_BYTES[dtype], parts)
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+        return WeightTensor(name, shape, dtype, nbytes, parts, packing, group)
+
+    def _common_scheme(self, name: str, parts: tuple[WeightPart | IntegerPart, ...]) -> tuple[str, int]:
+        """The kernels' format of a tensor whose parts are whole numbers, and its columns to a scale; "" for others."""
+        first = parts[0]
+        for part in parts:
+            if _scheme_of(part) != _scheme_of(first):
+                problem = f"{_describe(part)} and {_describe(first)} are joined in {name}: they must agree"
+                raise CheckpointError(part.sources[0].file, problem)
+        return (f"int{first.scheme.bits}", first.group) if isinstance(first, IntegerPart) else ("", 0)
+
+    def _embedding_dtype(self) -> str:
+        embedding = self._checkpoint.tensors.get(f"{self._prefix}embed_tokens.weight")
+        return _STORED_AS.get(embedding.dtype, "float32") if embedding else "float32"
 
     def _expected_shapes(self, name: str, shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
         config = self._config
@@ -156,11 +189,24 @@ class _Planner:
             rows = [shape[0] // parts] * parts
         return [(count, *shape[-1:]) if len(shape) > 1 else (count,) for count in rows]
 
-    def _part(self, name: str) -> WeightPart:
+    def _part(self, module: str, kind: str, shape: tuple[int, ...]) -> WeightPart | IntegerPart:
+        stored = self._config.quantization
+        layout = integer_layout(stored, self._checkpoint, module)
+        if stored is not None and layout is not None and kind == "weight" and len(shape) == 2:
+            return find_integers(stored, layout, self._take, module, (shape[0], shape[1]))
+        part = self._float_part(module, f"{module}.{kind}")
+        if part.source.shape != shape:
+            found = f"has shape {list(part.source.shape)}"
+            problem = f"tensor {part.source.name} {found}, config.json asks for {list(shape)}"
+            raise CheckpointError(part.source.file, problem)
+        return part
+
+    def _float_part(self, module: str, name: str) -> WeightPart:
         source = self._take(name)
         if source is None:
-            hint = ", and tie_word_embeddings is false" if name == "lm_head.weight" else ""
-            raise CheckpointError(self._checkpoint.directory, f"tensor {name} is missing{hint}")
+            raise CheckpointError(
+                self._checkpoint.directory, f"tensor {name} is missing{self._why_missing(module)}"
+            )
         if source.dtype not in _STORED_AS:
             raise CheckpointError(
                 source.file, f"tensor {name} has dtype {source.dtype}, which cannot be served"
@@ -172,8 +218,15 @@ class _Planner:
             raise CheckpointError(source.file, f"tensor {name} is {source.dtype} and has no {name}_scale")
         return WeightPart(source, scale, self._check_scale(source, scale))
 
+    def _why_missing(self, module: str) -> str:
+        for values in ("qweight", "weight_packed"):
+            if f"{module}.{values}" in self._checkpoint.tensors:
+                return f"; {module}.{values} is there, but config.json has no quantization_config for it"
+        return ", and tie_word_embeddings is false" if module == "lm_head" else ""
+
     def _check_scale(self, source: TensorSource, scale: TensorSource) -> tuple[int, int] | None:
-        block = self._config.scale_block
+        stored = self._config.quantization
+        block = stored.scale_block if stored else None
         if scale.dtype not in ("F32", "F16", "BF16"):
             raise CheckpointError(scale.file, f"tensor {scale.name} has dtype {scale.dtype}")
         rows, columns = source.shape[0], source.shape[-1]
@@ -190,8 +243,9 @@ class _Planner:
 
     def _refuse_unexpected(self) -> None:
         unexpected = sorted(self._unused)
-        if any(tensor.dtype in _FP8 for tensor in self._checkpoint.tensors.values()):
+        if self._config.quantization or any(t.dtype in _FP8 for t in self._checkpoint.tensors.values()):
             unexpected = [name for name in unexpected if not name.endswith(_IGNORED_SCALES)]
+        unexpected = [name for name in unexpected if not self._is_idle_bias(name)]
         if unexpected:
             names = ", ".join(unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
             problem = (
@@ -199,8 +253,17 @@ class _Planner:
             )
             raise CheckpointError(self._unused[unexpected[0]].file, problem)
 
+    def _is_idle_bias(self, name: str) -> bool:
+        """AutoGPTQ gives every matrix that it rounds a bias, of zeros where the model has none."""
+        module, _, kind = name.rpartition(".")
+        if kind != "bias" or integer_layout(self._config.quantization, self._checkpoint, module) is None:
+            return False
+        return _is_zero(self._unused[name])
+
     def _head_equals_embedding(self) -> bool:
         """Whether a tied head can do without a tensor of its own; a head in the file that is equal counts as used."""
+        if integer_layout(self._config.quantization, self._checkpoint, "lm_head") is not None:
+            return False
         head = self._checkpoint.tensors.get("lm_head.weight")
         embedding = self._checkpoint.tensors.get(f"{self._prefix}embed_tokens.weight")
         if head is None or embedding is None:
@@ -239,6 +302,24 @@ def _layer_tensors(config: ModelConfig, experts: bool) -> Iterator[tuple[str, tu
         yield "mlp.down", (hidden, config.intermediate_size), config.mlp_bias
     if config.post_norm:
         yield "mlp_post_norm", (hidden,), False
+
+
+def _scheme_of(part: WeightPart | IntegerPart) -> tuple[int, int] | None:
+    return (part.scheme.bits, part.group) if isinstance(part, IntegerPart) else None
+
+
+def _describe(part: WeightPart | IntegerPart) -> str:
+    if isinstance(part, WeightPart):
+        return f"tensor {part.source.name} ({part.source.dtype})"
+    group = part.scheme.group or "all"
+    return f"tensor {part.values.name} ({part.scheme.bits} bits, {group} columns to a scale)"
+
+
+def _is_zero(tensor: TensorSource, chunk: int = 1 << 20) -> bool:
+    with tensor.file.open("rb") as file:
+        starts = range(0, tensor.nbytes, chunk)
+        sizes = ((start, min(chunk, tensor.nbytes - start)) for start in starts)
+        return not any(any(_read_exactly(file.fileno(), tensor, start, size)) for start, size in sizes)
 
 
 def _same_bytes(first: TensorSource, second: TensorSource, chunk: int = 1 << 20) -> bool:

@@ -81,12 +81,6 @@ def test_family_is_found_by_architecture_alone() -> None:
         parse_config({**config, "architectures": ["NewForCausalLM"]})
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", None])
-def test_other_quantizations_are_refused(method: str | None) -> None:
-    with pytest.raises(ConfigError, match=r"quantization_config\.quant_method: .* is not supported"):
-        parse(quantization_config={"quant_method": method})
-
-
 def test_head_size_is_independent_of_the_hidden_size() -> None:
     assert parse(hidden_size=48, head_dim=16).head_dim == 16
     assert parse(hidden_size=50, head_dim=16).head_dim == 16
