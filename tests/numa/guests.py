@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,41 +35,52 @@ def _why_not() -> str:
 needs_guests = pytest.mark.skipif(bool(_why_not()), reason=_why_not())
 
 
-def run_in_guest(
-    out: Path, options: list[str], program: str, *arguments: str, timeout: int
-) -> dict[str, Any]:
-    """Boot one guest, run `program` of this folder in it, return its facts by scenario.
+@dataclass(frozen=True)
+class Guest:
+    """A virtual machine and the program of this folder that runs in it, with models' folders after its output file.
 
-    What the guest says meanwhile is in `out`/guest.log.
+    It ends after `timeout` seconds. `demo` adds the demo model before the guests' own model.
+    """
+
+    name: str
+    options: tuple[str, ...]
+    program: str
+    timeout: int
+    demo: bool = False
+
+
+def run_in_guest(guest: Guest, out: Path, models: list[Path]) -> tuple[dict[str, Any], str]:
+    """Boot one guest; returns its program's facts by scenario, and what the guest said meanwhile.
+
+    That is also in `out`/guest.log while it runs. Raises AssertionError when no scenario came to an end.
     """
     tool = numa_vm()
     assert tool
-    out.mkdir(exist_ok=True)
-    # Nothing that a guest writes stays, so that each process in it would compile the sources anew.
-    packages = [str(ROOT / package) for package in ("placement", "service", "numaserve", "tests")]
-    subprocess.run([sys.executable, "-m", "compileall", "-q", *packages], check=True)
     command = [
         tool,
-        *options,
+        *guest.options,
         "--kernel-args=numa_balancing=disable",
-        f"--timeout={timeout}",
+        f"--timeout={guest.timeout}",
         f"--out={out}",
         f"--env=NUMASERVE_TEST_START_SECONDS={START_SECONDS}",
         "--env=PYTHONDONTWRITEBYTECODE=1",
         "--env=OMP_WAIT_POLICY=passive",
         "--",
         sys.executable,
-        str(HERE / program),
+        str(HERE / guest.program),
         str(out / "facts.json"),
-        *arguments,
+        *map(str, models),
     ]
     log = out / "guest.log"
     with log.open("wb") as sink:
         done = subprocess.run(command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT, check=False)
-    said = log.read_text(errors="replace")
-    # A scenario that is not among the facts fails its tests; here it is said how far the guest came.
-    print(f"numa-vm ended with {done.returncode}:\n{said}")
+    said = f"numa-vm ended with {done.returncode}:\n{log.read_text(errors='replace')}"
     facts = out / "facts.json"
-    assert facts.exists(), f"numa-vm ended with {done.returncode}:\n{said}"
-    found: dict[str, Any] = json.loads(facts.read_text())
-    return found
+    assert facts.exists(), said
+    return json.loads(facts.read_text()), said
+
+
+def compile_sources() -> None:
+    """Nothing that a guest writes stays, so that each process in it would compile the sources anew."""
+    packages = [str(ROOT / package) for package in ("placement", "service", "numaserve", "tests")]
+    subprocess.run([sys.executable, "-m", "compileall", "-q", *packages], check=True)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from guests import needs_guests, run_in_guest
+from guests import Guest, needs_guests
 from placement_checks import check_bound, check_host
 
-pytestmark = [needs_guests, pytest.mark.timeout(1200)]
+pytestmark = [needs_guests, pytest.mark.timeout(1500)]
+
+DISTANCES = "0,1=12 2,3=12 0,2=21 0,3=21 1,2=21 1,3=21"
+GUEST = Guest(
+    name="four-nodes",
+    options=("--nodes=4", "--cpus-per-node=1", "--mem-per-node=1280", f"--distances={DISTANCES}"),
+    program="guest_four_nodes.py",
+    timeout=1000,
+)
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory, guest_model: Path) -> dict[str, Any]:
-    distances = "0,1=12 2,3=12 0,2=21 0,3=21 1,2=21 1,3=21"
-    return run_in_guest(
-        tmp_path_factory.mktemp("four-nodes"),
-        ["--nodes=4", "--cpus-per-node=1", "--mem-per-node=1280", f"--distances={distances}"],
-        "guest_four_nodes.py",
-        str(guest_model),
-        timeout=1100,
-    )
+def facts(boot: Callable[[Guest], dict[str, Any]]) -> dict[str, Any]:
+    return boot(GUEST)
 
 
 def test_the_host_is_read_as_numactl_reads_it(facts: dict[str, Any]) -> None:

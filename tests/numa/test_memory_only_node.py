@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from guests import needs_guests, run_in_guest
+from guests import Guest, needs_guests
 from placement_checks import check_bound, check_host
 
-pytestmark = [needs_guests, pytest.mark.timeout(900)]
+pytestmark = [needs_guests, pytest.mark.timeout(1500)]
+
+GUEST = Guest(
+    name="memory-only",
+    options=("--nodes=2", "--cpus-per-node=1", "--memory-only-node", "--mem-per-node=1536"),
+    program="guest_memory_only_node.py",
+    timeout=800,
+)
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory, guest_model: Path) -> dict[str, Any]:
-    return run_in_guest(
-        tmp_path_factory.mktemp("memory-only"),
-        ["--nodes=2", "--cpus-per-node=1", "--memory-only-node", "--mem-per-node=1536"],
-        "guest_memory_only_node.py",
-        str(guest_model),
-        timeout=800,
-    )
+def facts(boot: Callable[[Guest], dict[str, Any]]) -> dict[str, Any]:
+    return boot(GUEST)
 
 
 def test_the_host_is_read_as_numactl_reads_it(facts: dict[str, Any]) -> None:

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from guests import needs_guests, run_in_guest
+from guests import Guest, needs_guests
 from placement_checks import check_bound, check_host, check_serving
 
 pytestmark = [needs_guests, pytest.mark.timeout(1500)]
+
+GUEST = Guest(
+    name="two-nodes",
+    options=("--nodes=2", "--cpus-per-node=2", "--mem-per-node=2048"),
+    program="guest_two_nodes.py",
+    timeout=1200,
+    demo=True,
+)
 
 CPUS = {"node0": "0-1", "node1": "2-3"}
 NODES = {"node0": 0, "node1": 1}
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory, demo_model: Path, guest_model: Path) -> dict[str, Any]:
-    return run_in_guest(
-        tmp_path_factory.mktemp("two-nodes"),
-        ["--nodes=2", "--cpus-per-node=2", "--mem-per-node=2048"],
-        "guest_two_nodes.py",
-        str(demo_model),
-        str(guest_model),
-        timeout=1400,
-    )
+def facts(boot: Callable[[Guest], dict[str, Any]]) -> dict[str, Any]:
+    return boot(GUEST)
 
 
 def test_the_host_is_read_as_numactl_reads_it(facts: dict[str, Any]) -> None:
