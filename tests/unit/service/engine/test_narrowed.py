@@ -119,3 +119,16 @@ def test_likeliest_are_all_tokens_above_the_bound(vocab_size: int) -> None:
         assert found.scores[start:end].tolist() == scores[expected].tolist()
         assert set(found.row_of[start:end].tolist()) <= {row}
         assert found.highest[row] == scores.max()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 50.0])
+@pytest.mark.parametrize("vocab_size", [1, 129, 49_152, 262_144])
+def test_the_total_weight_is_the_exact_sum(vocab_size: int, temperature: float) -> None:
+    softmax = RowSoftmax(vocab_size)
+    for row in (
+        *shaped("wide", 3, vocab_size, 1),
+        *shaped("ties", 2, vocab_size, 1),
+        torch.zeros(vocab_size),
+    ):
+        weights = softmax.weights(row.numpy(), float(row.max()), temperature).astype(object)
+        assert softmax.total(row.numpy(), float(row.max()), temperature) == weights.sum()
