@@ -1,4 +1,5 @@
-"""Serve a model until SIGTERM or SIGINT; a second signal stops at once. See docs/operations.md for exit codes."""
+"""Serve a model until SIGTERM or SIGINT; a second signal stops at once. SIGHUP loads the weights anew, SIGTTIN and
+SIGTTOU add and remove a worker. See docs/operations.md for exit codes."""
 
 from __future__ import annotations
 
@@ -12,16 +13,17 @@ from placement.launcher import Launcher, LauncherConfig
 from placement.listen import PortUnavailable, format_address, reserve_port
 from placement.logs import configure_logging
 from placement.permissions import probe_permissions
-from placement.plan import Plan, make_plan
+from placement.plan import Plan, PlanRequest, make_plan
 from placement.runtime_dir import default_runtime_dir
+from placement.surroundings import EXIT_BAD_CONFIGURATION
 from placement.topology import read_topology
-from placement.unit import EXIT_BAD_CONFIGURATION
 from service.cli.placement_flags import add_placement_flags, parse_size, plan_request_from
 from service.config import ServiceConfig
 from service.loader.checkpoint import CheckpointError
 from service.loader.hub import ModelNotFound, resolve_model
 from service.loader.model_size import ModelSizes, measure
 from service.models.config import ConfigError
+from service.replan import absolute_if_folder, check_tokenizer, request_to_json
 
 log = logging.getLogger("numaserve.launcher")
 
@@ -116,12 +118,6 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-model-len must be 1 or more, not {args.max_model_len}")
 
 
-def check_tokenizer(model_dir: Path) -> None:
-    """Raises ValueError when the folder has no tokenizer; its contents are checked before any worker starts."""
-    if not (model_dir / "tokenizer.json").is_file():
-        raise ValueError(f"{model_dir / 'tokenizer.json'}: there is no such file")
-
-
 def context_length(args: argparse.Namespace, sizes: ModelSizes) -> int:
     """The context length to serve; raises ValueError when more is asked than the model has."""
     if args.max_model_len > sizes.context_length:
@@ -131,7 +127,9 @@ def context_length(args: argparse.Namespace, sizes: ModelSizes) -> int:
     return int(args.max_model_len) or sizes.context_length
 
 
-def launcher_config(args: argparse.Namespace, model_dir: Path, plan: Plan, context: int) -> LauncherConfig:
+def launcher_config(
+    args: argparse.Namespace, model_dir: Path, plan: Plan, request: PlanRequest, context: int
+) -> LauncherConfig:
     """Everything that the launcher and its children need. Raises PortUnavailable."""
     name = args.served_model_name or model_dir.name
     port_holder = reserve_port(args.host, args.port)
@@ -155,6 +153,8 @@ def launcher_config(args: argparse.Namespace, model_dir: Path, plan: Plan, conte
         max_message_bytes=args.max_message_size,
         channelz=args.channelz,
         worker_ports=args.worker_ports,
+        asked_model=absolute_if_folder(args.model),
+        asked_context_length=args.max_model_len,
     )
     return LauncherConfig(
         plan=plan,
@@ -174,6 +174,9 @@ def launcher_config(args: argparse.Namespace, model_dir: Path, plan: Plan, conte
         log_format=args.log_format,
         log_level=args.log_level,
         hang_timeout=args.hang_timeout,
+        plan_entry="service.replan:replan",
+        plan_request=request_to_json(request),
+        model_dir=str(model_dir),
     )
 
 
@@ -185,7 +188,8 @@ def prepare(args: argparse.Namespace) -> LauncherConfig | None:
         sizes = measure(model_dir, args.dtype, args.kv_cache_dtype, args.block_size)
         check_tokenizer(model_dir)
         context = context_length(args, sizes)
-        plan = make_plan(plan_request_from(args, sizes), read_topology(), probe_permissions())
+        request = plan_request_from(args, sizes)
+        plan = make_plan(request, read_topology(), probe_permissions())
     except (ValueError, ModelNotFound, CheckpointError, ConfigError) as error:
         log.error("%s", error)
         return None
@@ -197,7 +201,7 @@ def prepare(args: argparse.Namespace) -> LauncherConfig | None:
         return None
     log.info("plan: %s, because %s", plan.policy.value, plan.policy_reason)
     try:
-        return launcher_config(args, model_dir, plan, context)
+        return launcher_config(args, model_dir, plan, request, context)
     except PortUnavailable as error:
         log.error("%s", error.strerror)
         return None
