@@ -138,7 +138,7 @@ class Crew:
             send_signal(pid, signal.SIGKILL)
 
     def forks_are_lost(self) -> None:
-        """The zygote died: what it has not told of was not forked."""
+        """The zygote died, or must not fork: what it has not told of was not forked."""
         for place in self.places:
             if place.forking and place.pid == 0:
                 place.forking = False

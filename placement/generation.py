@@ -21,11 +21,15 @@ _STAGGER_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a generation is made from. `service_config` is opaque JSON for the entry points."""
+    """What a generation is made from. `service_config` is opaque JSON for the entry points.
+
+    `model_files` is JSON of the service's own that tells one state of the checkpoint's files from another.
+    """
 
     plan: Plan
     service_config: str
     model_dir: str = ""
+    model_files: str = ""
 
 
 class Generation:

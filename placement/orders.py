@@ -76,6 +76,7 @@ class Planned:
     plan: str
     service_config: str
     model_dir: str
+    model_files: str = ""
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ class Succession:
         drained = () if scaling else [place.plan.index for place in self.current.places if place.drained]
         coming = Generation(
             self.current.number + 1,
-            Blueprint(plan, answer.service_config, answer.model_dir),
+            Blueprint(plan, answer.service_config, answer.model_dir, answer.model_files),
             self._config.zygote_config,
             self._around,
             lambda status, reason: self._on_failure(coming, status, reason),
@@ -239,6 +239,7 @@ class Succession:
             drained=drained,
         )
         self.coming = coming
+        log.info("%s: generation %d is loaded", self.change.what, coming.number)
         self._enter(Phase.LOADING)
         coming.start(self.current)
 

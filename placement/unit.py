@@ -216,6 +216,7 @@ class Unit:
         if forked.index == -2:
             self._on_successor(forked)
         elif forked.error:
+            self.crew.forks_are_lost()
             self._give_up(EXIT_FAILURE, forked.error)
         elif forked.index == -1:
             self._loader_pid = forked.pid

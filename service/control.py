@@ -134,6 +134,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.SetWorkersRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.SetWorkersResponse:
         """Goes on when the caller leaves."""
+        if request.workers < 1:
+            problem = f"must be 1 or more, not {request.workers}"
+            await abort_invalid(context, InvalidRequest([FieldViolation("workers", problem)]))
         done = await self._order(ScaleOrder(next(self._numbers), request.workers), context)
         return control_pb2.SetWorkersResponse(
             generation=done.generation, workers=request.workers, notes=done.notes

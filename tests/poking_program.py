@@ -43,6 +43,6 @@ def _with_poking_workers(*arguments: object) -> LauncherConfig:
 _original = service.cli.serve.launcher_config
 
 if __name__ == "__main__":
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
     service.cli.serve.launcher_config = _with_poking_workers
     sys.exit(main())
