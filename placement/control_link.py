@@ -38,6 +38,7 @@ class ControlLink:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._not_before = 0.0
+        self._stopped = False
 
     @property
     def pid(self) -> int:
@@ -46,11 +47,11 @@ class ControlLink:
 
     def next_timer(self) -> float | None:
         """When the next one is to be started, None while one runs."""
-        return self._not_before if self._process is None else None
+        return self._not_before if self._process is None and not self._stopped else None
 
     def turn(self, now: float) -> bool:
         """Start the next one when its time has come; returns whether one was started, which knows nothing yet."""
-        if self._process is not None or self._not_before > now:
+        if self._process is not None or self._stopped or self._not_before > now:
             return False
         self._channel, theirs = Channel.pair()
         self._process = spawn(self._module, theirs, None, strict_memory=False)
@@ -72,10 +73,19 @@ class ControlLink:
 
             self._on_order(message, answer)
 
-    def on_exit(self, status: int, stopping: bool) -> None:
+    def keep_ended(self) -> None:
+        """Start none any more."""
+        self._stopped = True
+
+    def stop(self) -> None:
+        """End it, and start none any more."""
+        self._stopped = True
+        self._events.drop(self._channel)
+
+    def on_exit(self, status: int) -> None:
         """It has ended."""
         self._process = None
         self._events.drop(self._channel)
-        if not stopping:
+        if not self._stopped:
             log.warning("the control process ended: %s; starting another", explain_status(status))
             self._not_before = time.monotonic() + _RESTART_SECONDS

@@ -68,6 +68,7 @@ class Generation:
         self._leave_timeout: float | None = None
         self._next_leaves_at = 0.0
         self._ending = False
+        self._told_to_serve = False
 
     @property
     def places(self) -> list[Place]:
@@ -111,7 +112,10 @@ class Generation:
             unit.start(parents.get(unit.plan.name))
 
     def begin_to_serve(self) -> None:
-        """All have passed their trials: let them listen."""
+        """All have passed their trials: let them listen. Once is enough."""
+        if self._told_to_serve:
+            return
+        self._told_to_serve = True
         for unit in self.units:
             unit.crew.begin_to_serve()
 

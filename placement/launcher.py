@@ -12,8 +12,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from placement.board import Board
@@ -22,15 +22,19 @@ from placement.control_link import ControlLink, Order
 from placement.cpulist import format_list
 from placement.draining import Drains
 from placement.events import EventLoop
+from placement.fd_store import Notifier
 from placement.generation import Blueprint
+from placement.kept_server import Inheritance
 from placement.messages import ControlConfig, ServerState, ZygoteConfig
 from placement.orders import DrainOrder, OrderDone, ReloadOrder, ScaleOrder
 from placement.plan import Plan, UnitPlan
 from placement.progress import LoadProgressView
-from placement.runtime_dir import RuntimeDir, RuntimeDirBusy, control_socket
+from placement.runtime_dir import RuntimeDirBusy, control_socket
 from placement.spawn import explain_status
 from placement.succession import Succession, SuccessionConfig
 from placement.surroundings import EXIT_BAD_CONFIGURATION, Surroundings
+from placement.tenure import Identity, Tenure
+from placement.unit import KeptSegment
 
 log = logging.getLogger("numaserve.launcher")
 
@@ -58,6 +62,7 @@ class LauncherConfig:
     `port_holder` is the bound socket of `placement.listen`; it keeps the port while no worker listens.
     `plan_entry` plans the generations after the first: it is called with a PlanOrder that holds `plan_request`, JSON of
     its own, and returns Planned or PlanRefused. Without one the server cannot be changed while it runs.
+    `inheritance` is what a server before this one left, and `kept` those of its segments that are used, by unit.
     """
 
     plan: Plan
@@ -80,6 +85,10 @@ class LauncherConfig:
     plan_entry: str = ""
     plan_request: str = "{}"
     model_dir: str = ""
+    model_files: str = ""
+    inheritance: Inheritance | None = None
+    notifier: Notifier = field(default_factory=Notifier)
+    kept: Mapping[str, KeptSegment] = field(default_factory=dict)
 
     def zygote(self, unit: UnitPlan, blueprint: Blueprint, generation: int) -> ZygoteConfig:
         """What the zygote of one unit of a generation is told."""
@@ -128,7 +137,18 @@ class Launcher:
                 config.hang_timeout,
             ),
             around,
-            Blueprint(config.plan, config.service_config, config.model_dir),
+            Blueprint(config.plan, config.service_config, config.model_dir, config.model_files),
+            config.inheritance.kept.generation + 1 if config.inheritance is not None else 0,
+            config.kept,
+            on_trial=config.inheritance is not None and config.inheritance.connection is not None,
+        )
+        self._tenure = Tenure(
+            self._events,
+            self._succession,
+            config.inheritance,
+            config.notifier,
+            Identity(config.version, config.address, config.port_holder, config.runtime_dir),
+            self._on_handed_over,
         )
         self._drains = Drains(self._succession, config.drain_timeout)
         self._control = ControlLink(
@@ -146,7 +166,7 @@ class Launcher:
     def run(self) -> int:
         """Serve until told to stop; returns the exit status."""
         try:
-            runtime = RuntimeDir(self._config.runtime_dir)
+            self._tenure.hold_runtime_dir()
         except RuntimeDirBusy as error:
             log.error("%s", error)
             return EXIT_BAD_CONFIGURATION
@@ -164,7 +184,7 @@ class Launcher:
             return self._exit_status
         finally:
             self._kill_everything()
-            runtime.release()
+            self._tenure.end()
 
     # The loop
 
@@ -177,6 +197,9 @@ class Launcher:
         self._succession.turn(now)
         self._drains.turn(now)
         self._start_control(now)
+        if self._tenure.successor and self._succession.current.ended:
+            log.info("handed over to pid %d", self._tenure.successor)
+            self._exit_status = EXIT_OK
 
     def _seconds_to_next_timer(self) -> float | None:
         if self._kill_at is not None:
@@ -218,6 +241,8 @@ class Launcher:
             return
         log.info("%s: draining, at most %.0f s", number.name, self._config.drain_timeout)
         self._kill_at = time.monotonic() + self._config.drain_timeout + _KILL_MARGIN_SECONDS
+        self._config.notifier.tell("STOPPING=1")
+        self._control.keep_ended()
         self._succession.drain(self._config.drain_timeout)
         self._publish()
 
@@ -244,7 +269,7 @@ class Launcher:
 
     def _on_exit(self, pid: int, status: int) -> None:
         if pid == self._control.pid:
-            self._control.on_exit(status, self._kill_at is not None)
+            self._control.on_exit(status)
         elif not self._succession.on_exit(pid, status):
             log.debug("reaped pid %d: %s", pid, explain_status(status))
 
@@ -266,7 +291,8 @@ class Launcher:
     # Control and status
 
     def _start_control(self, now: float) -> None:
-        if self._control.turn(now):
+        # The server before this one answers until this one serves.
+        if (self._announced or not self._tenure.takes_over) and self._control.turn(now):
             self._publish()
 
     def _on_order(self, order: Order, answer: Callable[[OrderDone], None]) -> None:
@@ -277,7 +303,7 @@ class Launcher:
 
     def _on_change(self) -> None:
         current = self._succession.current
-        if not self._announced and current.serving:
+        if not self._announced and current.serving and not current.on_trial:
             self._announced = True
             log.info(
                 "ready: %s on %s, %d workers on %s, %.1f s after the start",
@@ -287,7 +313,15 @@ class Launcher:
                 ", ".join(f"{unit.plan.name} (cpus {format_list(unit.plan.cpus)})" for unit in current.units),
                 time.monotonic() - self._started_at,
             )
+            self._tenure.begin()
+        if self._announced:
+            self._tenure.notify()
         self._publish()
+
+    def _on_handed_over(self, pid: int) -> None:
+        log.info("pid %d serves: draining, at most %.0f s", pid, self._config.drain_timeout)
+        self._control.stop()
+        self._succession.retire(self._config.drain_timeout)
 
     def _publish(self) -> None:
         state = "draining" if self._kill_at is not None else "serving" if self._announced else "loading"

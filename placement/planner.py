@@ -1,6 +1,7 @@
 """Plans the next generation in a process of its own: what reads a checkpoint's files must not stall or crash the launcher.
 
-The process starts as `python -m placement.planner FD`, calls the function that its order names, and ends.
+The process starts as `python -m placement.planner FD`, calls the function that its order names with the order and the
+segments that stay in use, and ends.
 """
 
 from __future__ import annotations
@@ -8,20 +9,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from placement.events import EventLoop
 from placement.messages import Channel, Message
 from placement.orders import Planned, PlanOrder, PlanRefused
+from placement.segment import Segment
 from placement.spawn import explain_status, spawn
 from placement.zygote import resolve
 
 
 class Planner:
-    """The launcher's end: one order, and one answer to `done`."""
+    """The launcher's end: one order, and one answer to `done`. `segments` are descriptors of those that stay in use."""
 
     def __init__(
-        self, events: EventLoop, order: PlanOrder, done: Callable[[Planned | PlanRefused], None]
+        self,
+        events: EventLoop,
+        order: PlanOrder,
+        segments: Sequence[int],
+        done: Callable[[Planned | PlanRefused], None],
     ) -> None:
         self._events = events
         self._done = done
@@ -29,7 +35,7 @@ class Planner:
         self._channel, theirs = Channel.pair()
         events.listen(self._channel, self._on_message)
         self._process: subprocess.Popen[bytes] = spawn("placement.planner", theirs, None, strict_memory=False)
-        self._channel.send(order)
+        self._channel.send(order, segments)
 
     @property
     def pid(self) -> int:
@@ -56,9 +62,9 @@ def main() -> None:
     received = channel.receive()
     if received is None:
         return
-    order = received[0]
+    order, descriptors = received
     assert isinstance(order, PlanOrder)
-    channel.send(resolve(order.entry)(order))
+    channel.send(resolve(order.entry)(order, [Segment(descriptor) for descriptor in descriptors]))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,9 @@ class RuntimeDir:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self.lock)
-            raise RuntimeDirBusy(f"--runtime-dir {path} is used by a running server") from None
+            raise RuntimeDirBusy(
+                f"--runtime-dir {path} is used by a running server; --take-over upgrades it in place"
+            ) from None
         for stale in path.glob("*.sock"):
             stale.unlink()
 

@@ -66,7 +66,10 @@ class SuccessionConfig:
 
 
 class Succession:
-    """The generations of one server. `give_up` ends the whole service."""
+    """The generations of one server. No change begins while it is `held`.
+
+    The first one, numbered `number`, may be on trial too: then a server before this one goes on if it fails.
+    """
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class Succession:
         first: Blueprint,
         number: int = 0,
         kept: Mapping[str, KeptSegment] | None = None,
+        on_trial: bool = False,
     ) -> None:
         self._config = config
         self._around = surroundings
@@ -83,10 +87,11 @@ class Succession:
         self.change: Change | None = None
         self.last_error = ""
         self.current = Generation(
-            number, first, config.zygote_config, surroundings, surroundings.give_up, kept
+            number, first, config.zygote_config, surroundings, surroundings.give_up, kept, on_trial
         )
         self.coming: Generation | None = None
         self.leaving: list[Generation] = []
+        self.held = False
         self._draining = False
         self._scaled_to = 0
 
@@ -121,12 +126,7 @@ class Succession:
 
     def drain(self, timeout: float) -> None:
         """The whole server stops."""
-        self._draining = True
-        for change in (self.change, *self._waiting):
-            if change is not None:
-                self._answer(change, OrderDone(change.order.number, "UNAVAILABLE", "", "the server stops"))
-        self._waiting.clear()
-        self.change = None
+        self._refuse_all("the server stops")
         for generation in self:
             generation.drain(timeout)
 
@@ -152,6 +152,11 @@ class Succession:
             self._waiting.append(Change(order, done))
 
     @property
+    def at_rest(self) -> bool:
+        """All workers serve, and no change is under way or waits."""
+        return self.current.serving and self.change is None and not self._waiting and not self._draining
+
+    @property
     def reload_waits(self) -> bool:
         """A reload has been asked for that has not begun, so that another one would find nothing newer."""
         return any(
@@ -167,12 +172,28 @@ class Succession:
         ]
         return asked[-1] if asked else len(self.current.places)
 
+    def retire(self, timeout: float) -> None:
+        """Another launcher serves: let one worker after the other leave."""
+        self._refuse_all("another launcher serves now")
+        self.current.leave(timeout)
+
+    def _refuse_all(self, why: str) -> None:
+        self._draining = True
+        for change in (self.change, *self._waiting):
+            if change is not None:
+                change.done(OrderDone(change.order.number, "UNAVAILABLE", "", why))
+        self._waiting.clear()
+        self.change = None
+
     def _go_on(self) -> None:
         if self._draining:
             return
+        if self.current.on_trial:
+            self._start_first()
+            return
         change = self.change
         if change is None:
-            if self._waiting and self.current.serving and not self.leaving:
+            if self._waiting and self.current.serving and not self.leaving and not self.held:
                 self._begin(self._waiting.popleft())
         elif change.phase is Phase.LOADING and self.coming is not None and self.coming.tried:
             self._enter(Phase.SWITCHING)
@@ -181,6 +202,13 @@ class Succession:
             self._promote(change, self.coming)
         elif change.phase in (Phase.DRAINING, Phase.UNDOING) and not self.leaving:
             self._finish(change)
+
+    def _start_first(self) -> None:
+        if self.current.serving:
+            self.current.accept()
+            self._around.changed()
+        elif self.current.tried:
+            self.current.begin_to_serve()
 
     def _enter(self, phase: Phase) -> None:
         assert self.change is not None
@@ -191,7 +219,10 @@ class Succession:
         self.change = change
         change.began = time.monotonic()
         log.info("%s: planning generation %d", change.what, self.current.number + 1)
-        self._planner = Planner(self._around.events, self._plan_order(change.order), self._on_plan)
+        scaling = isinstance(change.order, ScaleOrder)
+        # All units hold the same weights: one says how large the model is.
+        stays = [segment.fd for segment in self.current.segments().values()][:1] if scaling else []
+        self._planner = Planner(self._around.events, self._plan_order(change.order), stays, self._on_plan)
         self._around.changed()
 
     def _plan_order(self, order: ReloadOrder | ScaleOrder) -> PlanOrder:
@@ -291,8 +322,5 @@ class Succession:
                 time.monotonic() - change.began,
             )
         self.change = None
-        self._answer(change, change.outcome)
+        change.done(change.outcome)
         self._around.changed()
-
-    def _answer(self, change: Change, outcome: OrderDone) -> None:
-        change.done(outcome)

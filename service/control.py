@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import grpc
 
@@ -222,9 +221,11 @@ async def serve(channel: Channel, config: ControlConfig, board: Board) -> None:
     server = grpc.aio.server()
     control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
     ReflectionServicer([SERVICE_NAME]).add_to_server(server)
-    Path(config.socket_path).unlink(missing_ok=True)
-    server.add_insecure_port(f"unix:{config.socket_path}")
+    # gRPC removes the path that it was given when it stops, and by then that may be a successor's: it gets one of its own.
+    own_path = f"{config.socket_path}.{os.getpid()}"
+    server.add_insecure_port(f"unix:{own_path}")
     await server.start()
+    os.replace(own_path, config.socket_path)
     loop = asyncio.get_running_loop()
     gone = asyncio.Event()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,12 +18,13 @@ from placement.permissions import probe_permissions
 from placement.plan import Plan, PlanRequest, make_plan
 from placement.plan_codec import plan_to_json
 from placement.residency import process_memory
-from placement.segment import MEMFD_PREFIX
+from placement.segment import MEMFD_PREFIX, Segment
 from placement.topology import Topology, read_topology
+from service.adoption import model_files
 from service.config import ServiceConfig
 from service.loader.checkpoint import CheckpointError
 from service.loader.hub import ModelNotFound, resolve_model
-from service.loader.model_size import ModelSizes, measure
+from service.loader.model_size import ModelSizes, measure, measure_segment
 from service.models.config import ConfigError
 
 
@@ -43,16 +44,25 @@ def check_tokenizer(model_dir: Path) -> None:
         raise ValueError(f"{model_dir / 'tokenizer.json'}: there is no such file")
 
 
-def replan(order: PlanOrder) -> Planned | PlanRefused:
-    """The planning function of `numaserve serve`; `plan_request` is the first start's PlanRequest."""
+def replan(order: PlanOrder, segments: Sequence[Segment]) -> Planned | PlanRefused:
+    """The planning function of `numaserve serve`; `plan_request` is the first start's PlanRequest.
+
+    With `segments`, which stay in use, no weights file is opened.
+    """
     service = ServiceConfig.from_json(order.service_config)
     field = "model_dir" if order.model_dir else ""
+    # A symbolic link is followed anew each time: it may lead to newer weights by now.
+    asked = order.model_dir or service.asked_model or service.model_dir
     try:
-        # A symbolic link is followed anew each time: it may lead to newer weights by now.
-        asked = order.model_dir or service.asked_model or service.model_dir
-        model_dir = resolve_model(asked)
-        sizes = measure(model_dir, service.dtype, service.kv_cache_dtype, service.block_size)
-        check_tokenizer(model_dir)
+        if segments:
+            model_dir = Path(service.model_dir)
+            sizes = measure_segment(
+                model_dir, segments[0].manifest, service.kv_cache_dtype, service.block_size
+            )
+        else:
+            model_dir = resolve_model(asked)
+            sizes = measure(model_dir, service.dtype, service.kv_cache_dtype, service.block_size)
+            check_tokenizer(model_dir)
         context = _context_length(service, sizes)
     except (ValueError, ModelNotFound, CheckpointError, ConfigError) as error:
         reason = str(error).removeprefix("--model ")
@@ -60,20 +70,34 @@ def replan(order: PlanOrder) -> Planned | PlanRefused:
     if order.workers < 0 or (order.workers == 0 and order.policy):
         return PlanRefused("INVALID_ARGUMENT", "workers", f"must be 1 or more, not {order.workers}")
     request = _request(order, sizes, context, service.block_size)
-    topology = read_topology()
-    stays = Counter(dict(_summed(order.kept_bytes)))
-    goes = Counter(dict(_summed(order.freed_bytes))) + _memory_of_processes(order)
-    plan = make_plan(request, _with_more(topology, stays + goes), probe_permissions())
-    refusal = _refusal(plan, "even without the old generation")
-    if refusal is None:
-        overlap = make_plan(_during_overlap(request, plan), _with_more(topology, stays))
-        refusal = _refusal(overlap, "beside the old generation")
-    if refusal is not None:
-        return refusal
+    plan = plan_beside(
+        request,
+        stays=summed(order.kept_bytes),
+        goes=summed(order.freed_bytes) + memory_of_processes(order.processes),
+    )
+    if plan.refusals:
+        text = "; ".join(f"{refusal.subject}: {refusal.reason}" for refusal in plan.refusals)
+        return PlanRefused("RESOURCE_EXHAUSTED", "", text)
     config = replace(
         service, model_dir=str(model_dir), asked_model=absolute_if_folder(asked), max_context_length=context
     )
-    return Planned(plan_to_json(plan), config.to_json(), str(model_dir))
+    return Planned(plan_to_json(plan), config.to_json(), str(model_dir), model_files(model_dir))
+
+
+def plan_beside(request: PlanRequest, stays: Counter[int], goes: Counter[int]) -> Plan:
+    """A plan for a server that follows one that still runs; what does not fit is in its `refusals`.
+
+    `stays` are bytes by node of segments that the new one goes on using, `goes` those that the old one gives back.
+    """
+    topology = read_topology()
+    plan = make_plan(request, _with_more(topology, stays + goes), probe_permissions())
+    if plan.refusals:
+        return plan
+    overlap = make_plan(_during_overlap(request, plan), _with_more(topology, stays))
+    refusals = tuple(
+        replace(refusal, subject=f"{refusal.subject}, beside what runs") for refusal in overlap.refusals
+    )
+    return replace(plan, refusals=refusals)
 
 
 def _context_length(service: ServiceConfig, sizes: ModelSizes) -> int:
@@ -111,24 +135,18 @@ def _during_overlap(request: PlanRequest, plan: Plan) -> PlanRequest:
     )
 
 
-def _refusal(plan: Plan, when: str) -> PlanRefused | None:
-    if not plan.refusals:
-        return None
-    text = "; ".join(f"{refusal.subject} {when}: {refusal.reason}" for refusal in plan.refusals)
-    return PlanRefused("RESOURCE_EXHAUSTED", "", text)
-
-
-def _summed(pairs: Iterable[tuple[int, int]]) -> Counter[int]:
+def summed(pairs: Iterable[tuple[int, int]]) -> Counter[int]:
+    """Bytes by node."""
     sums: Counter[int] = Counter()
     for node, size in pairs:
         sums[node] += size
     return sums
 
 
-def _memory_of_processes(order: PlanOrder) -> Counter[int]:
-    """What the processes that go will give back, weights left out, by node."""
+def memory_of_processes(processes: Iterable[tuple[int, tuple[int, ...]]]) -> Counter[int]:
+    """What processes that go, as (pid, memory nodes), will give back by node, weights left out."""
     sums: Counter[int] = Counter()
-    for pid, nodes in order.processes:
+    for pid, nodes in processes:
         try:
             memory = process_memory(pid, MEMFD_PREFIX)
         except OSError:

@@ -41,7 +41,7 @@ from service.engine.engine import Engine, EngineConfig
 from service.engine.kv_memory import KVMemory, allocate_kv_cache
 from service.engine.request import EngineStats, WorkerIdentity
 from service.listeners import leave_ports
-from service.loader.checkpoint import Checkpoint, open_checkpoint
+from service.loader.checkpoint import read_configs
 from service.models.config import ModelConfig, parse_config
 from service.models.decoder import Decoder
 from service.ops.torch_ops import TorchOps
@@ -70,7 +70,6 @@ class Prepared:
     unit: ZygoteConfig
     segment: Segment
     verdict: str
-    checkpoint: Checkpoint
     model_config: ModelConfig
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
@@ -83,10 +82,11 @@ class Prepared:
 def prepare(segment: Segment, unit: ZygoteConfig, verdict: str) -> Prepared:
     """Runs in the zygote: no tensor operation and no thread may start here."""
     service = ServiceConfig.from_json(unit.service_config)
-    checkpoint = open_checkpoint(Path(service.model_dir))
+    # The weights are in the segment: their files may be gone by now.
+    config, generation_config = read_configs(Path(service.model_dir))
     tokenizer = Tokenizer.from_dir(Path(service.model_dir))
     template = tokenizer.chat_template
-    model_config = parse_config(checkpoint.config, checkpoint.generation_config)
+    model_config = parse_config(config, generation_config)
     eos_token_ids = end_token_ids(model_config, tokenizer)
     grammars = StructuredOutputCompiler(tokenizer, eos_token_ids)
     grammars.prepare()
@@ -95,11 +95,10 @@ def prepare(segment: Segment, unit: ZygoteConfig, verdict: str) -> Prepared:
         unit=unit,
         segment=segment,
         verdict=verdict,
-        checkpoint=checkpoint,
         model_config=model_config,
         tokenizer=tokenizer,
         chat_template=ChatTemplate(template, tokenizer.special_tokens) if template else None,
-        sampling_defaults=SamplingDefaults.from_generation_config(checkpoint.generation_config or {}),
+        sampling_defaults=SamplingDefaults.from_generation_config(generation_config),
         eos_token_ids=eos_token_ids,
         grammars=grammars,
         node_distances={node.id: node.distances for node in read_topology().nodes},

@@ -130,13 +130,14 @@ def make_plan(counts: list[int]) -> Plan:
     return Plan(Policy.REPLICATE, "it is a test", tuple(units))
 
 
-def replan(order: PlanOrder) -> Planned | PlanRefused:
+def replan(order: PlanOrder, segments: list[Segment]) -> Planned | PlanRefused:
     options = json.loads(order.service_config)
     changes = json.loads((Path(options["directory"]) / "next").read_text())
     if changes.pop("planner", "") == "crashes":
         os.abort()
     if "refuse" in changes:
         return PlanRefused("RESOURCE_EXHAUSTED", "", changes["refuse"])
+    assert bool(segments) == bool(order.policy)
     counts = changes.pop("counts", [])
     plan = make_plan([order.workers] if order.workers else counts)
     return Planned(plan_to_json(plan), json.dumps({**options, **changes}), "")

@@ -20,12 +20,12 @@ from placement.segment import SegmentBuilder, TensorSpec
 from service.config import ServiceConfig
 from service.loader.checkpoint import CheckpointError, open_checkpoint
 from service.loader.fill import fill
+from service.loader.layout import LAYOUT
 from service.models.config import ConfigError, parse_config
 from service.models.weights import WeightPlan, plan_weights
 
 log = logging.getLogger("numaserve.loader")
 
-LAYOUT = "plain"
 _REPORT_SECONDS = 0.1
 
 
