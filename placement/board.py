@@ -89,6 +89,18 @@ class Board:
         mapping.close()
         return cls(fd)
 
+    def serving(self, generation: int) -> list[int]:
+        """Rows of the workers that serve the weights of a generation. Most rows of a board are spare."""
+        states, generations = (
+            self._words[_HEADER_WORDS + _FIELD_INDEX[name] : self._placed_start : _ROW_WORDS].tolist()
+            for name in ("state", "generation")
+        )
+        return [
+            row
+            for row, state in enumerate(states)
+            if state == WorkerState.SERVING and generations[row] == generation
+        ]
+
     def _start(self, row: int) -> int:
         if not 0 <= row < self.rows:
             raise IndexError(f"the board has {self.rows} rows, not one numbered {row}")

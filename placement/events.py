@@ -42,6 +42,14 @@ class EventLoop:
             self._selector.unregister(channel.fileno())
             channel.close()
 
+    def watch(self, descriptor: int, callback: Callable[[], None]) -> None:
+        """Call back when a descriptor can be read."""
+        self._selector.register(descriptor, selectors.EVENT_READ, callback)
+
+    def unwatch(self, descriptor: int) -> None:
+        """Watch it no more; to be called before it is closed."""
+        self._selector.unregister(descriptor)
+
     def turn(self, timeout: float | None) -> None:
         """Wait for events, at most `timeout` seconds, and act on them."""
         for key, _ in self._selector.select(timeout):

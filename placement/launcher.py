@@ -11,29 +11,45 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from placement.board import Board
+from placement.board_rows import RowPool, rows_for
+from placement.control_link import ControlLink, Order
 from placement.cpulist import format_list
+from placement.draining import Drains
 from placement.events import EventLoop
-from placement.messages import Channel, ControlConfig, ServerState, ZygoteConfig
+from placement.fd_store import Notifier
+from placement.generation import Blueprint
+from placement.kept_server import Inheritance
+from placement.messages import ControlConfig, ServerState, ZygoteConfig
+from placement.orders import DrainOrder, OrderDone, ReloadOrder, ScaleOrder
 from placement.plan import Plan, UnitPlan
 from placement.progress import LoadProgressView
-from placement.runtime_dir import RuntimeDir, RuntimeDirBusy, control_socket
-from placement.spawn import explain_status, spawn
-from placement.unit import EXIT_BAD_CONFIGURATION, Surroundings, Unit
+from placement.runtime_dir import RuntimeDirBusy, control_socket
+from placement.spawn import explain_status
+from placement.succession import Succession, SuccessionConfig
+from placement.surroundings import EXIT_BAD_CONFIGURATION, Surroundings
+from placement.tenure import Identity, Tenure
+from placement.unit import KeptSegment
 
 log = logging.getLogger("numaserve.launcher")
 
 EXIT_OK = 0
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CHANGE_SIGNALS = {
+    signal.SIGHUP: "reload",
+    signal.SIGTTIN: "one worker more",
+    signal.SIGTTOU: "one worker less",
+}
+
 _PR_SET_CHILD_SUBREAPER = 36
 # A worker that was told to drain gets this long after its time-out before it is killed.
 _KILL_MARGIN_SECONDS = 3.0
-_CONTROL_RESTART_SECONDS = 1.0
 # Heartbeats come at least this often, so there is no point in looking more often.
 _HEARTBEAT_SECONDS = 1.0
 
@@ -44,6 +60,9 @@ class LauncherConfig:
 
     A worker whose heartbeat stops for `hang_timeout` seconds is replaced; 0 never does that.
     `port_holder` is the bound socket of `placement.listen`; it keeps the port while no worker listens.
+    `plan_entry` plans the generations after the first: it is called with a PlanOrder that holds `plan_request`, JSON of
+    its own, and returns Planned or PlanRefused. Without one the server cannot be changed while it runs.
+    `inheritance` is what a server before this one left, and `kept` those of its segments that are used, by unit.
     """
 
     plan: Plan
@@ -63,24 +82,32 @@ class LauncherConfig:
     log_format: str
     log_level: str
     hang_timeout: float = 60.0
+    plan_entry: str = ""
+    plan_request: str = "{}"
+    model_dir: str = ""
+    model_files: str = ""
+    inheritance: Inheritance | None = None
+    notifier: Notifier = field(default_factory=Notifier)
+    kept: Mapping[str, KeptSegment] = field(default_factory=dict)
 
-    def zygote(self, unit: UnitPlan) -> ZygoteConfig:
-        """What one unit's zygote is told."""
+    def zygote(self, unit: UnitPlan, blueprint: Blueprint, generation: int) -> ZygoteConfig:
+        """What the zygote of one unit of a generation is told."""
         return ZygoteConfig(
             unit=unit.name,
             nodes=unit.nodes,
             memory_nodes=unit.memory_nodes,
-            policy=self.plan.policy.value,
+            policy=blueprint.plan.policy.value,
             strict_memory=self.strict_memory,
             cpus=unit.cpus,
             preload=self.preload,
             loader_entry=self.loader_entry,
             prepare_entry=self.prepare_entry,
             worker_entry=self.worker_entry,
-            service_config=self.service_config,
+            service_config=blueprint.service_config,
             log_format=self.log_format,
             log_level=self.log_level,
-            unit_number=self.plan.units.index(unit),
+            unit_number=blueprint.plan.units.index(unit),
+            generation=generation,
         )
 
 
@@ -90,12 +117,47 @@ class Launcher:
     def __init__(self, config: LauncherConfig) -> None:
         self._config = config
         self._events = EventLoop()
-        self._board = Board.create(sum(len(unit.workers) for unit in config.plan.units))
-        around = Surroundings(self._events, self._board, LoadProgressView(), self._give_up, self._on_change)
-        self._units = [Unit(unit, config.zygote(unit), around) for unit in config.plan.units]
-        self._control: subprocess.Popen[bytes] | None = None
-        self._control_channel: Channel | None = None
-        self._control_not_before = 0.0
+        rows = rows_for(sum(len(unit.workers) for unit in config.plan.units))
+        self._board = Board.create(rows)
+        around = Surroundings(
+            self._events,
+            self._board,
+            RowPool(rows),
+            LoadProgressView(),
+            self._give_up,
+            self._on_change,
+            self._on_exit,
+        )
+        self._succession = Succession(
+            SuccessionConfig(
+                config.zygote,
+                config.plan_entry,
+                config.plan_request,
+                config.drain_timeout,
+                config.hang_timeout,
+            ),
+            around,
+            Blueprint(config.plan, config.service_config, config.model_dir, config.model_files),
+            config.inheritance.kept.generation + 1 if config.inheritance is not None else 0,
+            config.kept,
+            on_trial=config.inheritance is not None and config.inheritance.connection is not None,
+        )
+        self._tenure = Tenure(
+            self._events,
+            self._succession,
+            config.inheritance,
+            config.notifier,
+            Identity(config.version, config.address, config.port_holder, config.runtime_dir),
+            self._on_handed_over,
+        )
+        self._drains = Drains(self._succession, config.drain_timeout)
+        self._control = ControlLink(
+            self._events,
+            config.control_module,
+            ControlConfig(str(control_socket(config.runtime_dir)), config.log_format, config.log_level),
+            self._board.fd,
+            self._on_order,
+        )
         self._started_at = time.monotonic()
         self._kill_at: float | None = None
         self._announced = False
@@ -104,7 +166,7 @@ class Launcher:
     def run(self) -> int:
         """Serve until told to stop; returns the exit status."""
         try:
-            runtime = RuntimeDir(self._config.runtime_dir)
+            self._tenure.hold_runtime_dir()
         except RuntimeDirBusy as error:
             log.error("%s", error)
             return EXIT_BAD_CONFIGURATION
@@ -112,19 +174,17 @@ class Launcher:
             log.error("--runtime-dir %s: %s", self._config.runtime_dir, error.strerror)
             return EXIT_BAD_CONFIGURATION
         try:
-            numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
-            self._events.watch_signals(numbers, self._on_signals)
+            self._events.watch_signals([signal.SIGCHLD, *_STOP_SIGNALS, *_CHANGE_SIGNALS], self._on_signals)
             # Workers whose zygote died become children of this process, which then reaps them itself.
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            self._start_control()
-            for unit in self._units:
-                unit.start()
+            self._start_control(time.monotonic())
+            self._succession.start()
             while self._exit_status is None:
                 self._turn()
             return self._exit_status
         finally:
             self._kill_everything()
-            runtime.release()
+            self._tenure.end()
 
     # The loop
 
@@ -134,33 +194,45 @@ class Launcher:
         if self._kill_at is not None:
             self._continue_draining(now)
             return
-        for unit in self._units:
-            unit.fill_places(now)
-            if self._config.hang_timeout:
-                unit.end_hung_workers(now, self._config.hang_timeout)
-        if self._control is None and self._control_not_before <= now:
-            self._start_control()
+        self._succession.turn(now)
+        self._drains.turn(now)
+        self._start_control(now)
+        if self._tenure.successor and self._succession.current.ended:
+            log.info("handed over to pid %d", self._tenure.successor)
+            self._exit_status = EXIT_OK
 
     def _seconds_to_next_timer(self) -> float | None:
-        timers = [start for unit in self._units if (start := unit.next_start()) is not None]
         if self._kill_at is not None:
-            timers = [self._kill_at]
-        elif self._control is None:
-            timers.append(self._control_not_before)
+            return max(self._kill_at - time.monotonic(), 0.0)
+        timers = [self._succession.next_timer(), self._control.next_timer(), self._drains.next_timer()]
         if self._config.hang_timeout:
             timers.append(time.monotonic() + _HEARTBEAT_SECONDS)
-        return max(min(timers) - time.monotonic(), 0.0) if timers else None
+        nearest = min((timer for timer in timers if timer is not None), default=None)
+        return None if nearest is None else max(nearest - time.monotonic(), 0.0)
 
     def _workers_left(self) -> int:
-        return sum(1 for unit in self._units for place in unit.places if place.pid)
+        return sum(1 for generation in self._succession for place in generation.places if place.pid)
 
     # Signals and the end
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
-            if number != signal.SIGCHLD:
+            if number in _STOP_SIGNALS:
                 self._on_stop_signal(signal.Signals(number))
+            elif number in _CHANGE_SIGNALS:
+                self._on_change_signal(signal.Signals(number))
         self._reap()
+
+    def _on_change_signal(self, number: signal.Signals) -> None:
+        log.info("%s: %s", number.name, _CHANGE_SIGNALS[number])
+        succession = self._succession
+        if number == signal.SIGHUP:
+            # One that waits will find whatever has changed by now.
+            if not succession.reload_waits:
+                succession.ask(ReloadOrder(0), _log_refusal)
+            return
+        workers = succession.wanted_workers + (1 if number == signal.SIGTTIN else -1)
+        succession.ask(ScaleOrder(0, workers), _log_refusal)
 
     def _on_stop_signal(self, number: signal.Signals) -> None:
         if self._kill_at is not None:
@@ -169,8 +241,9 @@ class Launcher:
             return
         log.info("%s: draining, at most %.0f s", number.name, self._config.drain_timeout)
         self._kill_at = time.monotonic() + self._config.drain_timeout + _KILL_MARGIN_SECONDS
-        for unit in self._units:
-            unit.drain(self._config.drain_timeout)
+        self._config.notifier.tell("STOPPING=1")
+        self._control.keep_ended()
+        self._succession.drain(self._config.drain_timeout)
         self._publish()
 
     def _continue_draining(self, now: float) -> None:
@@ -192,16 +265,19 @@ class Launcher:
                 return
             if pid == 0:
                 return
-            if self._control is not None and pid == self._control.pid:
-                self._on_control_exit(status)
-            elif not any(unit.on_exit(pid, status) for unit in self._units):
-                log.debug("reaped pid %d: %s", pid, explain_status(status))
+            self._on_exit(pid, status)
+
+    def _on_exit(self, pid: int, status: int) -> None:
+        if pid == self._control.pid:
+            self._control.on_exit(status)
+        elif not self._succession.on_exit(pid, status):
+            log.debug("reaped pid %d: %s", pid, explain_status(status))
 
     def _kill_everything(self) -> None:
-        pids = [pid for unit in self._units for pid in unit.pids()]
-        for pid in [*pids, *([self._control.pid] if self._control is not None else [])]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for pid in [*self._succession.pids, self._control.pid]:
+            if pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         # Orphans arrive here too, because this process is their subreaper.
         with contextlib.suppress(ChildProcessError):
             while True:
@@ -214,46 +290,46 @@ class Launcher:
 
     # Control and status
 
-    def _start_control(self) -> None:
-        self._control_channel, theirs = Channel.pair()
-        self._control = spawn(self._config.control_module, theirs, None, strict_memory=False)
-        path = str(control_socket(self._config.runtime_dir))
-        self._tell_control(
-            ControlConfig(path, self._config.log_format, self._config.log_level), (self._board.fd,)
-        )
-        self._publish()
+    def _start_control(self, now: float) -> None:
+        # The server before this one answers until this one serves.
+        if (self._announced or not self._tenure.takes_over) and self._control.turn(now):
+            self._publish()
 
-    def _tell_control(self, message: ControlConfig | ServerState, descriptors: tuple[int, ...] = ()) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            if self._control_channel is not None and self._control_channel.fileno() >= 0:
-                self._control_channel.send(message, descriptors)
-
-    def _on_control_exit(self, status: int) -> None:
-        self._control = None
-        if self._control_channel is not None:
-            self._control_channel.close()
-        if self._kill_at is None:
-            log.warning("the control process ended: %s; starting another", explain_status(status))
-            self._control_not_before = time.monotonic() + _CONTROL_RESTART_SECONDS
+    def _on_order(self, order: Order, answer: Callable[[OrderDone], None]) -> None:
+        if isinstance(order, DrainOrder):
+            self._drains.ask(order, answer)
+        else:
+            self._succession.ask(order, answer)
 
     def _on_change(self) -> None:
-        everyone = [place for unit in self._units for place in unit.places]
-        if not self._announced and all(place.serving for place in everyone):
+        current = self._succession.current
+        if not self._announced and current.serving and not current.on_trial:
             self._announced = True
             log.info(
                 "ready: %s on %s, %d workers on %s, %.1f s after the start",
                 self._config.model,
                 self._config.address,
-                len(everyone),
-                ", ".join(f"{unit.plan.name} (cpus {format_list(unit.plan.cpus)})" for unit in self._units),
+                len(current.wanted),
+                ", ".join(f"{unit.plan.name} (cpus {format_list(unit.plan.cpus)})" for unit in current.units),
                 time.monotonic() - self._started_at,
             )
+            self._tenure.begin()
+        if self._announced:
+            self._tenure.notify()
         self._publish()
+
+    def _on_handed_over(self, pid: int) -> None:
+        log.info("pid %d serves: draining, at most %.0f s", pid, self._config.drain_timeout)
+        self._control.stop()
+        self._succession.retire(self._config.drain_timeout)
 
     def _publish(self) -> None:
         state = "draining" if self._kill_at is not None else "serving" if self._announced else "loading"
-        plan = self._config.plan
-        self._tell_control(
+        succession = self._succession
+        current, change = succession.current, succession.change
+        plan = current.blueprint.plan
+        units = [unit for generation in succession for unit in generation.units]
+        self._control.tell(
             ServerState(
                 state=state,
                 model=self._config.model,
@@ -263,10 +339,29 @@ class Launcher:
                 started_at=self._started_at,
                 placement_policy=plan.policy.value,
                 placement_reason=plan.policy_reason,
-                helper_pids=tuple(unit.zygote_pid for unit in self._units if unit.zygote_pid),
+                helper_pids=tuple(unit.zygote_pid for unit in units if unit.zygote_pid),
                 segments=tuple(
-                    segment for unit in self._units if (segment := unit.segment_state()) is not None
+                    segment for unit in current.units if (segment := unit.segment_state()) is not None
                 ),
-                workers=tuple(place.snapshot() for unit in self._units for place in unit.places),
+                workers=(
+                    *(place.snapshot() for place in current.places),
+                    *(
+                        place.snapshot()
+                        for one in succession
+                        for place in one.places
+                        if one is not current and place.pid
+                    ),
+                ),
+                generation=current.number,
+                model_dir=current.blueprint.model_dir,
+                change=change.what if change is not None else "",
+                change_phase=change.phase.value if change is not None else "",
+                last_error=succession.last_error,
             )
         )
+
+
+def _log_refusal(done: OrderDone) -> None:
+    """What becomes of a signal's order: failures of a change are logged where they happen."""
+    if done.code in ("FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"):
+        log.warning("%s", done.message)

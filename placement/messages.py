@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from placement.orders import DrainOrder, OrderDone, Planned, PlanOrder, PlanRefused, ReloadOrder, ScaleOrder
+
 # A packet must fit the socket's buffer (net.core.wmem_default is 212,992 on most hosts); larger ones fail with EMSGSIZE.
 _BUFFER_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 8
@@ -52,6 +54,14 @@ class ForkLoader:
 
 
 @dataclass(frozen=True)
+class ForkZygote:
+    """Launcher to zygote, with the new zygote's channel: fork a successor, which is told its own ZygoteConfig.
+
+    It has everything imported already, and lets go of the weights.
+    """
+
+
+@dataclass(frozen=True)
 class AttachSegment:
     """Launcher to zygote, with the segment's descriptor: map it and prepare to fork workers over it."""
 
@@ -69,7 +79,8 @@ class SegmentAttached:
 class ForkWorker:
     """Launcher to zygote, with the worker's channel and the board: fork a worker.
 
-    `memory_nodes` are those of its KV cache and of what else it allocates.
+    `memory_nodes` are those of its KV cache and of what else it allocates. `row` is its row of the board. One that is
+    `on_trial` proves itself and waits for StartServing before it listens.
     """
 
     index: int
@@ -77,11 +88,13 @@ class ForkWorker:
     compute_threads: int
     kv_cache_bytes: int
     memory_nodes: tuple[int, ...] = ()
+    row: int = 0
+    on_trial: bool = False
 
 
 @dataclass(frozen=True)
 class Forked:
-    """Zygote to launcher: the child that a ForkLoader or ForkWorker asked for. `index` is -1 for a loader."""
+    """Zygote to launcher: the child that an order asked for. `index` is -1 for a loader, -2 for a zygote."""
 
     index: int
     pid: int
@@ -148,10 +161,26 @@ class WorkerServing:
 
 
 @dataclass(frozen=True)
+class TrialPassed:
+    """Worker to launcher: it has answered a request of its own and could serve."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class StartServing:
+    """Launcher to worker, after its trial: listen."""
+
+
+@dataclass(frozen=True)
 class DrainWorker:
-    """Launcher to worker: refuse new requests, finish the running ones within `timeout_seconds`, exit."""
+    """Launcher to worker: refuse new requests, finish the running ones within `timeout_seconds`, exit.
+
+    With `leave_port` siblings go on: it first lets no new connection begin and takes those that have begun.
+    """
 
     timeout_seconds: float
+    leave_port: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,7 +212,10 @@ class SegmentState:
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """One worker's place in a `ServerState`; `pid` is 0 while nobody fills it."""
+    """One worker's place in a `ServerState`; `pid` is 0 and `row` -1 while nobody fills it.
+
+    `drained` places stay empty on purpose. `generation` counts the weights that the server has loaded.
+    """
 
     index: int
     unit: str
@@ -196,11 +228,19 @@ class WorkerPlace:
     memory_nodes: tuple[int, ...] = ()
     mbind_errno: int = 0
     tcp_address: str = ""
+    row: int = -1
+    generation: int = 0
+    drained: bool = False
 
 
 @dataclass(frozen=True)
 class ServerState:
-    """Launcher to control, whenever something changed: what the launcher alone knows. `started_at` is CLOCK_MONOTONIC."""
+    """Launcher to control, whenever something changed: what the launcher alone knows. `started_at` is CLOCK_MONOTONIC.
+
+    `workers` and `helper_pids` are of all generations that live, the serving one first; `segments` are the serving one's.
+    `change` is the change under way and `change_phase` how far it is, both empty at rest; `last_error` is why the last
+    one failed, empty when it did not.
+    """
 
     state: str
     model: str
@@ -213,12 +253,18 @@ class ServerState:
     helper_pids: tuple[int, ...]
     segments: tuple[SegmentState, ...] = field(default_factory=tuple)
     workers: tuple[WorkerPlace, ...] = field(default_factory=tuple)
+    generation: int = 0
+    model_dir: str = ""
+    change: str = ""
+    change_phase: str = ""
+    last_error: str = ""
 
 
 Message = (
     ZygoteConfig
     | ZygoteReady
     | ForkLoader
+    | ForkZygote
     | AttachSegment
     | SegmentAttached
     | ForkWorker
@@ -228,9 +274,18 @@ Message = (
     | SegmentBuilt
     | Failed
     | WorkerServing
+    | TrialPassed
+    | StartServing
     | DrainWorker
     | ControlConfig
     | ServerState
+    | ReloadOrder
+    | ScaleOrder
+    | DrainOrder
+    | OrderDone
+    | PlanOrder
+    | Planned
+    | PlanRefused
 )
 _TYPES = {kind.__name__: kind for kind in Message.__args__}
 
@@ -302,3 +357,14 @@ class Channel:
     def close(self) -> None:
         """Close this end; the other sees end-of-file."""
         self.socket.close()
+
+
+def send_if_open(channel: Channel | None, message: Message, descriptors: Sequence[int] = ()) -> bool:
+    """Send, unless the other end is gone: its death is seen elsewhere. Returns whether it was sent."""
+    try:
+        if channel is not None and channel.fileno() >= 0:
+            channel.send(message, descriptors)
+            return True
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    return False

@@ -21,9 +21,18 @@ def backoff_seconds(failures: int) -> float:
 
 @dataclass
 class Place:
-    """One worker's place. It is filled, falls empty when the worker dies, and is filled again."""
+    """One worker's place. It is filled, falls empty when the worker dies, and is filled again.
+
+    A `drained` place stays empty. `row` is its worker's row of the board, -1 while it has none. `tried` says that its
+    worker has passed its trial; `end_by` is when a worker that drains is killed.
+    """
 
     plan: WorkerPlan
+    generation: int = 0
+    row: int = -1
+    drained: bool = False
+    tried: bool = False
+    end_by: float | None = None
     pid: int = 0
     channel: Channel | None = None
     serving: bool = False
@@ -49,7 +58,19 @@ class Place:
         return self.pid == 0 and not self.forking
 
     def fell_empty(self, now: float) -> None:
-        """The worker is gone: decide when the next one may start."""
+        """The worker is gone: decide when the next one may start. Nothing is held against one that was drained."""
+        if self.drained:
+            self.early_deaths = self.failed_starts = 0
+            self.died_at, self.not_before = None, now
+        else:
+            self._count_death(now)
+        self.watch = self.kill_at = self.end_by = None
+        self.pid, self.serving, self.tried, self.address, self.tcp_address = 0, False, False, "", ""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+    def _count_death(self, now: float) -> None:
         proven = self.serving and now - self.served_at >= PROVEN_SECONDS
         if self.serving:
             self.died_at, self.died_pid = now, self.pid
@@ -59,11 +80,6 @@ class Place:
         self.early_deaths = 0 if proven else self.early_deaths + 1
         self.not_before = now + backoff_seconds(self.early_deaths - 1)
         self.restarts += 1
-        self.watch = self.kill_at = None
-        self.pid, self.serving, self.address, self.tcp_address = 0, False, "", ""
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None
 
     def began_to_serve(self, now: float, address: str) -> float | None:
         """The worker serves; returns the seconds since the death of the one before, if there was one."""
@@ -86,4 +102,7 @@ class Place:
             tcp_address=self.tcp_address,
             memory_nodes=self.plan.memory_nodes,
             mbind_errno=self.mbind_errno,
+            row=self.row,
+            generation=self.generation,
+            drained=self.drained,
         )

@@ -44,23 +44,34 @@ def runtime_dir_of(pid: int, procfs: Path = Path("/proc")) -> Path:
 
 
 class RuntimeDir:
-    """The folder while it is held. A folder left by a server that was killed is cleaned and taken over."""
+    """The folder while it is held. A folder left by a server that was killed is cleaned and taken over.
 
-    def __init__(self, path: Path) -> None:
+    `lock` is a descriptor of the lock that a running server has passed on: both hold it then, and the folder is left
+    alone at the end unless it is `owned`.
+    """
+
+    def __init__(self, path: Path, lock: int = -1) -> None:
         self.path = path
+        self.owned = lock < 0
+        if lock >= 0:
+            self.lock = lock
+            return
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.stat().st_uid != os.getuid():
             raise RuntimeDirBusy(f"--runtime-dir {path} belongs to another user")
-        self._lock = os.open(path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.lock = os.open(path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._lock)
-            raise RuntimeDirBusy(f"--runtime-dir {path} is used by a running server") from None
+            os.close(self.lock)
+            raise RuntimeDirBusy(
+                f"--runtime-dir {path} is used by a running server; --take-over upgrades it in place"
+            ) from None
         for stale in path.glob("*.sock"):
             stale.unlink()
 
     def release(self) -> None:
-        """Remove the folder and give up the lock."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        """Remove the folder, if it is owned, and give up the lock."""
+        if self.owned:
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)

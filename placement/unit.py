@@ -1,4 +1,4 @@
-"""One unit as the launcher runs it: its zygote, its loader, its segment's descriptor, the places of its workers."""
+"""One unit as the launcher runs it: its zygote, its loader, its segment's descriptor, and its crew of workers."""
 
 from __future__ import annotations
 
@@ -6,155 +6,158 @@ import logging
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from placement.board import Board, BoardRow, WorkerState
-from placement.events import EventLoop
-from placement.hang_watch import HangWatch, Liveness, cpu_seconds
+from placement.crew import Crew, process_exists, send_signal
 from placement.messages import (
     AttachSegment,
     Channel,
     ChildExited,
-    DrainWorker,
     Failed,
     Forked,
     ForkLoader,
-    ForkWorker,
+    ForkZygote,
     LoadProgress,
     Message,
     SegmentAttached,
     SegmentBuilt,
     SegmentState,
-    WorkerServing,
     ZygoteConfig,
     ZygoteReady,
+    send_if_open,
 )
-from placement.places import Place
 from placement.plan import UnitPlan
-from placement.progress import LoadProgressView
 from placement.spawn import explain_status, spawn
+from placement.surroundings import EXIT_BAD_CONFIGURATION, EXIT_CANNOT_START, EXIT_FAILURE, Surroundings
 
 log = logging.getLogger("numaserve.launcher")
 
-EXIT_FAILURE = 1
-EXIT_BAD_CONFIGURATION = 2
-EXIT_CANNOT_START = 3
-
 MAX_FAILED_STARTS = 3
 MAX_LOAD_ATTEMPTS = 2
-# A hung worker has this long to say on SIGABRT where it hangs.
-ABORT_SECONDS = 2.0
+# As of a process that exits with 1.
+_UNKNOWN_STATUS = 1 << 8
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a unit needs of the launcher. `give_up` ends the whole service; `changed` publishes a new status."""
+class KeptSegment:
+    """A segment and its descriptor, which belongs to whoever holds this."""
 
-    events: EventLoop
-    board: Board
-    progress: LoadProgressView
-    give_up: Callable[[int, str], None]
-    changed: Callable[[], None]
+    built: SegmentBuilt
+    fd: int
 
-
-def send_signal(pid: int, number: signal.Signals) -> bool:
-    """Signal a process; False when it is gone."""
-    # Its zygote may have reaped it, and not have said so yet.
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+    def duplicate(self) -> KeptSegment:
+        """The same segment by a descriptor of its own."""
+        return KeptSegment(self.built, os.dup(self.fd))
 
 
 class Unit:
-    """One unit. It acts on messages and deaths; the launcher calls it with both."""
+    """One unit. It acts on messages and deaths; its generation calls it with both.
 
-    def __init__(self, plan: UnitPlan, config: ZygoteConfig, surroundings: Surroundings) -> None:
+    `segment` is one that exists already: it is then attached, and nothing is loaded. While it is on trial, the first
+    failure gives it up.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        config: ZygoteConfig,
+        surroundings: Surroundings,
+        segment: KeptSegment | None = None,
+        on_trial: bool = False,
+        drained: Collection[int] = (),
+    ) -> None:
         self.plan = plan
-        self.places = [Place(worker) for worker in plan.workers]
+        self.segment = segment
+        self.crew = Crew(
+            plan,
+            config.generation,
+            surroundings,
+            lambda order, descriptors: self._send(order, descriptors),
+            on_trial,
+            drained,
+        )
         self._config = config
         self._around = surroundings
-        self._zygote: subprocess.Popen[bytes] | None = None
+        self._zygote_pid = 0
+        # A forgotten Popen would be reaped behind the launcher's back.
+        self._popen: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._ready = False
         self._attached = False
         self._loader_channel: Channel | None = None
         self._loader_pid = 0
         self._load_attempts = 0
-        self._segment: SegmentBuilt | None = None
-        self._segment_fd = -1
-        self._draining = False
         self._zygote_failures = 0
+        self._successor: Unit | None = None
 
-    def start(self) -> None:
-        """Start a zygote: the first one, or the successor of one that died."""
+    # Starting and ending
+
+    def start(self, parent: Unit | None = None) -> None:
+        """Start a zygote, forked by the one of `parent` where that can fork."""
         self._ready = self._attached = False
         self._channel, theirs = Channel.pair()
-        self._zygote = spawn("placement.zygote", theirs, self.plan, self._config.strict_memory)
         self._around.events.listen(self._channel, self._on_zygote)
-        self._send(self._channel, self._config)
+        if parent is None or not parent._fork_successor(self, theirs):
+            self._popen = spawn("placement.zygote", theirs, self.plan, self._config.strict_memory)
+            self._zygote_pid = self._popen.pid
+        self._send(self._config)
 
-    def fill_places(self, now: float) -> None:
-        """Fork a worker for every empty place whose time has come."""
-        for place in self.places:
-            if self._attached and not self._draining and place.empty and place.not_before <= now:
-                self._fork_worker(place)
+    def _fork_successor(self, successor: Unit, channel: Channel) -> bool:
+        if not self._ready or self._successor is not None:
+            return False
+        if not send_if_open(self._channel, ForkZygote(), (channel.fileno(),)):
+            return False
+        self._successor = successor
+        channel.close()
+        return True
 
-    def end_hung_workers(self, now: float, timeout: float) -> None:
-        """Abort workers that hang, and kill those that do not end from it; their places then fall empty."""
-        for place in self.places:
-            if not place.pid:
-                continue
-            if place.kill_at is not None:
-                if place.kill_at <= now:
-                    send_signal(place.pid, signal.SIGKILL)
-                continue
-            place.watch = place.watch or HangWatch(timeout)
-            row = self._around.board.read(place.plan.index)
-            # Either of the two that stops shows in their minimum; a worker that starts has none yet.
-            heartbeat = min(row.heartbeat_ns, row.loop_heartbeat_ns)
-            if place.watch.look(now, heartbeat, cpu_seconds(place.pid)) is Liveness.HUNG:
-                log.error(
-                    "worker %d (pid %d) hangs: no heartbeat for %.0f s; it is aborted",
-                    place.plan.index,
-                    place.pid,
-                    place.watch.silence(now),
-                )
-                send_signal(place.pid, signal.SIGABRT)
-                place.kill_at = now + ABORT_SECONDS
+    def turn(self, now: float, hang_timeout: float) -> None:
+        """Fill empty places and look after those that are not."""
+        if self._attached:
+            self.crew.fill(now)
+        self.crew.watch(now, hang_timeout)
 
     def next_start(self) -> float | None:
         """When the next empty place is to be filled, None when there is none."""
-        waiting = [place.not_before for place in self.places if place.empty]
-        return min(waiting) if waiting and self._attached and not self._draining else None
+        return self.crew.next_start() if self._attached else None
 
-    def drain(self, timeout: float) -> None:
-        """Tell serving workers to finish; end those that do not serve yet."""
-        self._draining = True
-        for place in self.places:
-            if place.serving:
-                self._send(place.channel, DrainWorker(timeout))
-            elif place.pid:
-                send_signal(place.pid, signal.SIGKILL)
+    def discard(self, timeout: float, leave_port: bool) -> None:
+        """Drain the workers and end the loader. `end` is called when no worker is left."""
+        self.crew.drain(timeout, leave_port)
+        self._around.events.drop(self._loader_channel)
+        if self._loader_pid:
+            send_signal(self._loader_pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """End the zygote and let go of the segment: the kernel frees it with the last mapping."""
+        if self.segment is not None:
+            os.close(self.segment.fd)
+            self.segment = None
+        if self._zygote_pid:
+            # It has no state of its own, and what it forked and did not tell of ends with its channel.
+            send_signal(self._zygote_pid, signal.SIGKILL)
 
     @property
     def zygote_pid(self) -> int:
         """0 while there is none."""
-        return self._zygote.pid if self._zygote is not None else 0
+        return self._zygote_pid
 
+    @property
     def pids(self) -> list[int]:
         """Every process of the unit."""
-        pids = [self.zygote_pid, self._loader_pid, *(place.pid for place in self.places)]
-        return [pid for pid in pids if pid]
+        return [pid for pid in (self._zygote_pid, self._loader_pid, *self.crew.pids) if pid]
+
+    @property
+    def loaded(self) -> bool:
+        """Its workers can be forked."""
+        return self._attached
 
     def segment_state(self) -> SegmentState | None:
         """For the control process; None while there is no segment."""
-        if self._segment is None:
+        if self.segment is None:
             return None
-        built = self._segment
+        built = self.segment.built
         return SegmentState(
             unit=self.plan.name,
             total_bytes=built.total_bytes,
@@ -172,11 +175,8 @@ class Unit:
 
     # Orders
 
-    def _send(self, channel: Channel | None, message: Message, descriptors: tuple[int, ...] = ()) -> None:
-        try:
-            if channel is not None and channel.fileno() >= 0:
-                channel.send(message, descriptors)
-        except (BrokenPipeError, ConnectionResetError):
+    def _send(self, message: Message, descriptors: tuple[int, ...] = ()) -> None:
+        if not send_if_open(self._channel, message, descriptors):
             # Its death arrives as SIGCHLD and is handled there.
             log.debug("%s: %s was not delivered", self.plan.name, type(message).__name__)
 
@@ -184,24 +184,12 @@ class Unit:
         self._load_attempts += 1
         self._loader_channel, theirs = Channel.pair()
         self._around.events.listen(self._loader_channel, self._on_loader)
-        self._send(self._channel, ForkLoader(), (theirs.fileno(),))
+        self._send(ForkLoader(), (theirs.fileno(),))
         theirs.close()
 
     def _attach(self) -> None:
-        assert self._segment is not None
-        self._send(self._channel, AttachSegment(self._segment.verdict), (self._segment_fd,))
-
-    def _fork_worker(self, place: Place) -> None:
-        place.forking = True
-        place.channel, theirs = Channel.pair()
-        self._around.events.listen(place.channel, lambda message, _: self._on_worker(place, message))
-        plan = place.plan
-        self._around.board.write(plan.index, BoardRow(state=WorkerState.STARTING))
-        order = ForkWorker(
-            plan.index, plan.cpus, plan.compute_threads, plan.kv_cache_bytes, plan.memory_nodes
-        )
-        self._send(self._channel, order, (theirs.fileno(), self._around.board.fd))
-        theirs.close()
+        assert self.segment is not None
+        self._send(AttachSegment(self.segment.built.verdict), (self.segment.fd,))
 
     # What the processes say
 
@@ -211,36 +199,55 @@ class Unit:
                 self._ready = True
                 self._zygote_failures = 0
                 log.info("%s: pinned; %s", self.plan.name, "; ".join(bindings))
-                if self._segment is None:
-                    self._fork_loader()
-                else:
+                if self.segment is not None:
                     self._attach()
+                elif not self.crew.draining:
+                    self._fork_loader()
             case SegmentAttached(error=""):
                 self._attached = True
+                self._around.changed()
             case SegmentAttached(error=error):
                 self._give_up(EXIT_BAD_CONFIGURATION, error)
             case Forked():
                 self._on_forked(message)
             case ChildExited(pid=pid, status=status):
-                self.on_exit(pid, status)
+                self._around.exited(pid, status)
 
     def _on_forked(self, forked: Forked) -> None:
-        if forked.error:
+        if forked.index == -2:
+            self._on_successor(forked)
+        elif forked.error:
+            self.crew.forks_are_lost()
             self._give_up(EXIT_FAILURE, forked.error)
         elif forked.index == -1:
             self._loader_pid = forked.pid
-        else:
-            place = next(place for place in self.places if place.plan.index == forked.index)
-            place.pid, place.forking = forked.pid, False
-            if self._draining:
+            if self.crew.draining:
                 send_signal(forked.pid, signal.SIGKILL)
+        else:
+            self.crew.on_forked(forked.index, forked.pid)
+
+    def _on_successor(self, forked: Forked) -> None:
+        successor, self._successor = self._successor, None
+        if successor is None:
+            return
+        if forked.error:
+            log.warning("%s: %s; a new zygote is started", self.plan.name, forked.error)
+            successor.restart()
+        else:
+            successor._zygote_pid = forked.pid
+
+    def restart(self) -> None:
+        """Start a zygote of its own, because the one that should have forked it did not."""
+        self._around.events.drop(self._channel)
+        if not self.crew.draining:
+            self.start()
 
     def _on_loader(self, message: Message, descriptors: list[int]) -> None:
         match message:
             case LoadProgress(done_bytes=done, total_bytes=total):
                 self._around.progress.update(self.plan.name, done, total)
             case SegmentBuilt():
-                self._segment, self._segment_fd = message, descriptors[0]
+                self.segment = KeptSegment(message, descriptors[0])
                 self._announce_segment(message)
                 self._attach()
             case Failed(message=text):
@@ -261,87 +268,60 @@ class Unit:
         )
         self._around.changed()
 
-    def _on_worker(self, place: Place, message: Message) -> None:
-        match message:
-            case WorkerServing(pid=pid, address=address, mbind_errno=code, tcp_address=tcp_address):
-                place.pid, place.forking, place.mbind_errno = pid, False, code
-                place.tcp_address = tcp_address
-                gap = place.began_to_serve(time.monotonic(), address)
-                if gap is not None:
-                    log.info(
-                        "worker %d serves again as pid %d, %.0f ms after the death of pid %d",
-                        place.plan.index,
-                        pid,
-                        gap * 1000,
-                        place.died_pid,
-                    )
-                self._around.changed()
-            case Failed(message=text, permanent=permanent):
-                place.last_failure, place.permanent_failure = text, permanent
-
     # Deaths
 
     def on_exit(self, pid: int, status: int) -> bool:
         """Act on the death of a process; False when it is none of this unit's."""
-        if pid == self.zygote_pid:
+        if pid == self._zygote_pid:
             self._on_zygote_exit(status)
         elif pid == self._loader_pid:
             self._on_loader_exit(status)
-        elif (place := next((place for place in self.places if place.pid == pid), None)) is not None:
-            self._on_worker_exit(place, status)
         else:
-            return False
+            return self.crew.on_exit(pid, status)
         return True
 
     def _on_zygote_exit(self, status: int) -> None:
-        self._zygote = None
-        if self._draining:
+        self._popen, self._zygote_pid = None, 0
+        # What it said before it died may tell of a worker that was forked.
+        self._around.events.read_rest(self._channel, self._on_zygote)
+        self.crew.forks_are_lost()
+        self._find_untold_deaths()
+        if self._successor is not None:
+            successor, self._successor = self._successor, None
+            successor.restart()
+        if self.crew.draining:
             return
-        log.warning("%s: the zygote ended: %s; its workers go on", self.plan.name, explain_status(status))
+        how = explain_status(status)
+        if self.crew.on_trial:
+            self._give_up(EXIT_CANNOT_START, f"the zygote ended: {how}")
+            return
+        log.warning("%s: the zygote ended: %s; its workers go on", self.plan.name, how)
         if not self._ready:
             self._zygote_failures += 1
             if self._zygote_failures >= MAX_FAILED_STARTS:
-                how = explain_status(status)
                 self._give_up(EXIT_CANNOT_START, f"the zygote ended before it was ready: {how}")
                 return
-        # What it said before it died may tell of a worker that was forked.
-        self._around.events.read_rest(self._channel, self._on_zygote)
-        for place in self.places:
-            if place.forking and place.pid == 0:
-                place.forking = False
-                self._around.events.drop(place.channel)
-                place.channel = None
         self.start()
         self._around.changed()
+
+    def _find_untold_deaths(self) -> None:
+        """The zygote may have reaped a child and died before it could say so; all others are now the launcher's to reap."""
+        for pid in (self._loader_pid, *self.crew.pids):
+            if pid and not process_exists(pid):
+                self.on_exit(pid, _UNKNOWN_STATUS)
 
     def _on_loader_exit(self, status: int) -> None:
         self._loader_pid = 0
         self._around.events.read_rest(self._loader_channel, self._on_loader)
-        if self._segment is not None or self._draining:
+        if self.segment is not None or self.crew.draining:
             return
         how = f"the loader ended without a segment: {explain_status(status)}"
-        if self._load_attempts >= MAX_LOAD_ATTEMPTS:
+        if self.crew.on_trial or self._load_attempts >= MAX_LOAD_ATTEMPTS:
             self._give_up(EXIT_CANNOT_START, how)
             return
         log.warning("%s: %s; loading again", self.plan.name, how)
         if self._ready:
             self._fork_loader()
-
-    def _on_worker_exit(self, place: Place, status: int) -> None:
-        self._around.events.read_rest(place.channel, lambda message, _: self._on_worker(place, message))
-        index = place.plan.index
-        level = logging.INFO if self._draining and status == 0 else logging.WARNING
-        log.log(level, "worker %d (pid %d) ended: %s", index, place.pid, explain_status(status))
-        place.fell_empty(time.monotonic())
-        self._around.board.write(index, BoardRow(state=WorkerState.STOPPED))
-        self._around.board.clear_placed(index)
-        if place.permanent_failure and not self._draining:
-            self._give_up(EXIT_BAD_CONFIGURATION, place.last_failure)
-        elif place.failed_starts >= MAX_FAILED_STARTS and not self._draining:
-            reason = place.last_failure or explain_status(status)
-            text = f"worker {index} failed to start {place.failed_starts} times in a row: {reason}"
-            self._give_up(EXIT_CANNOT_START, text)
-        self._around.changed()
 
     def _give_up(self, status: int, reason: str) -> None:
         self._around.give_up(status, f"{self.plan.name}: {reason}")

@@ -19,7 +19,7 @@ from typing import Any
 
 from placement.binding import bind_process
 from placement.board import Board
-from placement.file_segment import open_segment
+from placement.file_segment import AnySegment, open_segment
 from placement.logs import configure_logging
 from placement.messages import (
     AttachSegment,
@@ -28,6 +28,7 @@ from placement.messages import (
     Forked,
     ForkLoader,
     ForkWorker,
+    ForkZygote,
     Message,
     SegmentAttached,
     ZygoteConfig,
@@ -58,17 +59,26 @@ def _return_free_heap() -> None:
         trim(0)
 
 
+class ForkedSuccessor(Exception):
+    """Raised in a forked child that is to be the next zygote: it leaves the loop of its parent behind."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self.channel = channel
+
+
 class Zygote:
     """The loop of one zygote."""
 
     def __init__(self, channel: Channel, config: ZygoteConfig) -> None:
         self._channel = channel
         self._config = config
+        self._segment: AnySegment | None = None
         self._prepared: Any = None
         self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
-        """Serve the launcher until it closes the channel."""
+        """Serve the launcher until it closes the channel. Raises ForkedSuccessor in the child that ForkZygote asks for."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
@@ -107,6 +117,8 @@ class Zygote:
                     lambda: entry(self._prepared, message, child_channel, Board(board_fd)),
                 )
                 os.close(board_fd)
+            case ForkZygote():
+                self._fork_successor(Channel.from_fd(descriptors[0]))
             case _:
                 raise TypeError(f"zygote cannot handle {message!r}")
 
@@ -114,6 +126,7 @@ class Zygote:
         try:
             segment = open_segment(fd)
             os.close(fd)
+            self._segment = segment
             self._prepared = resolve(self._config.prepare_entry)(segment, self._config, message.verdict)
         except (ValueError, OSError) as error:
             self._channel.send(SegmentAttached(error=str(error)))
@@ -142,14 +155,44 @@ class Zygote:
         child_channel.close()
         self._channel.send(Forked(index, pid))
 
+    def _fork_successor(self, channel: Channel) -> None:
+        threads = count_threads()
+        if threads != 1:
+            channel.close()
+            self._channel.send(Forked(-2, 0, f"the zygote has {threads} threads, so it must not fork"))
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._leave_parent_behind()
+            os.setsid()
+            self._let_go_of_weights()
+            raise ForkedSuccessor(channel)
+        channel.close()
+        self._channel.send(Forked(-2, pid))
+
+    def _leave_parent_behind(self) -> None:
+        signal.set_wakeup_fd(-1)
+        os.close(self._wakeup_read)
+        os.close(self._wakeup_write)
+        self._channel.close()
+
+    def _let_go_of_weights(self) -> None:
+        # Frozen objects are not visited, so that cycles among them would keep the tokenizer and all else.
+        gc.unfreeze()
+        self._prepared = None
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+        gc.collect()
+        _return_free_heap()
+
     def _become_child(self, index: int, run: Callable[[], None]) -> None:
         status = 1
         try:
-            signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.close(self._wakeup_read)
-            os.close(self._wakeup_write)
-            self._channel.close()
+            self._leave_parent_behind()
             if index == -1:
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             run()
@@ -176,22 +219,31 @@ class Zygote:
 
 def main() -> None:
     """Entry point: the channel's descriptor is the only argument."""
-    channel = Channel.from_fd(int(sys.argv[1]))
-    os.set_inheritable(channel.fileno(), False)
-    received = channel.receive()
-    if received is None:
-        return
-    config = received[0]
-    assert isinstance(config, ZygoteConfig)
-    configure_logging(f"zygote {config.unit}", config.log_format, config.log_level)
-    try:
-        Zygote(channel, config).run()
-    except (BrokenPipeError, ConnectionResetError):
-        log.info("the launcher is gone")
+    channel: Channel | None = Channel.from_fd(int(sys.argv[1]))
+    while channel is not None:
+        channel = _serve(channel)
     sys.stdout.flush()
     sys.stderr.flush()
     # Leaving without tearing down torch: the kernel frees everything at once.
     os._exit(0)
+
+
+def _serve(channel: Channel) -> Channel | None:
+    """Be one zygote to its end; returns the channel of the next in the forked child that is to be it."""
+    os.set_inheritable(channel.fileno(), False)
+    try:
+        received = channel.receive()
+        if received is None:
+            return None
+        config = received[0]
+        assert isinstance(config, ZygoteConfig)
+        configure_logging(f"zygote {config.unit}", config.log_format, config.log_level)
+        Zygote(channel, config).run()
+    except ForkedSuccessor as successor:
+        return successor.channel
+    except (BrokenPipeError, ConnectionResetError):
+        log.info("the launcher is gone")
+    return None
 
 
 if __name__ == "__main__":

@@ -34,6 +34,13 @@ def choose_backend(asked: str, quantization: Quantization | None = None) -> str:
     return backend
 
 
+def layout_of(backend: str, quantization: Quantization | None = None) -> str:
+    """How a segment's manifest names the arrangement; only segments of one name can stand in for each other."""
+    if backend != "cpu":
+        return ROWS
+    return f"{PANELS} {quantization.name}" if quantization is not None else PANELS
+
+
 def lay_out_for(backend: str, plan: WeightPlan, quantization: Quantization | None = None) -> WeightPlan:
     """The plan as the backend wants its weights in memory.
 

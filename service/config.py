@@ -12,9 +12,10 @@ from service.models.packing import Quantization
 class ServiceConfig:
     """What to serve and how. Sizes are bytes, times seconds.
 
-    `backend` is "cpu" or "torch"; `quantize` is "int8", "int4" or "". `max_context_length` 0 takes the model's
-    own. `socket_dir` holds the unix sockets of each worker. Worker i also listens on `worker_ports` + i, unless
-    that is None; 0 lets each pick a free port.
+    `backend` is "cpu" or "torch"; `quantize` is "int8", "int4" or "". `max_context_length` 0 takes the model's own.
+    `asked_model` and `asked_context_length` are as the operator gave them, for the next time that weights are loaded.
+    `socket_dir` holds the unix sockets of each worker. Worker i also listens on `worker_ports` + i, unless that is None;
+    0 lets each pick a free port.
     """
 
     model_dir: str
@@ -37,6 +38,8 @@ class ServiceConfig:
     max_message_bytes: int = 64 * 1024 * 1024
     channelz: bool = False
     worker_ports: int | None = None
+    asked_model: str = ""
+    asked_context_length: int = 0
 
     def to_json(self) -> str:
         """For the zygote, which passes it on unread."""
@@ -52,13 +55,13 @@ class ServiceConfig:
         """How the loader rounds weights; None where it does not."""
         return Quantization(self.quantize, self.quantize_group) if self.quantize else None
 
-    def worker_socket(self, index: int) -> str:
-        """Path of a worker's own unix socket."""
-        return f"{self.socket_dir}/worker-{index}.sock"
+    def worker_socket(self, generation: int, row: int) -> str:
+        """Path of the unix socket of the worker that has a row of the board: no two live at once on one path."""
+        return f"{self.socket_dir}/worker-{generation}.{row}.sock"
 
-    def relay_socket(self, index: int) -> str:
-        """Path of the socket on which a worker takes requests from its siblings."""
-        return f"{self.socket_dir}/relay-{index}.sock"
+    def relay_socket(self, generation: int, row: int) -> str:
+        """Path of the socket on which a worker takes requests from siblings, which serve the same generation."""
+        return f"{self.socket_dir}/relay-{generation}.{row}.sock"
 
     def worker_port(self, index: int) -> int | None:
         """The TCP port of a worker's own; None when it has none, 0 for any."""

@@ -6,13 +6,13 @@ It starts as `python -m service.control FD`. It holds nothing that anybody needs
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Collection
-from pathlib import Path
 
 import grpc
 
@@ -20,9 +20,11 @@ from numaserve.v1 import control_pb2, control_pb2_grpc
 from placement.board import Board, BoardRow, WorkerState
 from placement.logs import configure_logging
 from placement.messages import Channel, ControlConfig, SegmentState, ServerState, WorkerPlace
+from placement.orders import DrainOrder, OrderDone, ReloadOrder, ScaleOrder
 from placement.residency import ProcessMemory, process_memory
 from placement.segment import MEMFD_PREFIX
 from placement.verification import verify_cache
+from service.servicers.errors import FieldViolation, InvalidRequest, abort, abort_invalid
 from service.servicers.reflection import ReflectionServicer
 from service.verify import node_pages, verify
 
@@ -59,7 +61,8 @@ def worker_status(
 ) -> control_pb2.WorkerStatus:
     """One worker's place as GetStatus reports it."""
     cache = verify_cache(place, row)
-    state = WorkerState(row.state).name.lower() if place.pid else "stopped"
+    absent = "drained" if place.drained else "stopped"
+    state = WorkerState(row.state).name.lower() if place.pid else absent
     return control_pb2.WorkerStatus(
         worker=place.index,
         pid=place.pid,
@@ -85,46 +88,111 @@ def worker_status(
         kv_nodes=cache.nodes,
         kv_verdict=cache.verdict.kind.value,
         kv_explanation=cache.verdict.explanation,
+        generation=place.generation,
         kv_pages=[pages for sight in cache.sights for pages in node_pages(sight.residency)],
     )
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    """Answers from the newest state that the launcher told."""
+    """Answers from the newest state that the launcher told, and passes orders on to it."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, channel: Channel) -> None:
         self._board = board
+        self._channel = channel
+        self._numbers = itertools.count(1)
+        self._orders: dict[int, asyncio.Future[OrderDone]] = {}
         self.state: ServerState | None = None
 
     async def GetStatus(
         self, _: control_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.GetStatusResponse:
         """Workers, segments and memory; reading smaps takes milliseconds, so it happens in a thread."""
-        if self.state is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is starting")
-            raise AssertionError("abort raises")
-        return await asyncio.to_thread(self._measure, self.state)
+        return await asyncio.to_thread(self._measure, await self._known_state(context))
 
     async def Verify(
         self, request: control_pb2.VerifyRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.VerifyResponse:
         """Where pages are now; see service.verify."""
+        return await asyncio.to_thread(
+            verify, await self._known_state(context), self._read_row, request.repair
+        )
+
+    async def ReloadModel(
+        self, request: control_pb2.ReloadModelRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.ReloadModelResponse:
+        """Goes on when the caller leaves."""
+        done = await self._order(ReloadOrder(next(self._numbers), request.model_dir), context)
+        state = await self._known_state(context)
+        return control_pb2.ReloadModelResponse(
+            generation=done.generation,
+            model_dir=state.model_dir,
+            digests=[segment.digest for segment in state.segments],
+            notes=done.notes,
+        )
+
+    async def SetWorkers(
+        self, request: control_pb2.SetWorkersRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.SetWorkersResponse:
+        """Goes on when the caller leaves."""
+        if request.workers < 1:
+            problem = f"must be 1 or more, not {request.workers}"
+            await abort_invalid(context, InvalidRequest([FieldViolation("workers", problem)]))
+        done = await self._order(ScaleOrder(next(self._numbers), request.workers), context)
+        return control_pb2.SetWorkersResponse(
+            generation=done.generation, workers=request.workers, notes=done.notes
+        )
+
+    async def Drain(
+        self, request: control_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.DrainResponse:
+        """Goes on when the caller leaves."""
+        target = request.WhichOneof("target")
+        problem = "must be given, or node" if target is None else "must be 0 or more"
+        if target is None or getattr(request, target) < 0:
+            await abort_invalid(context, InvalidRequest([FieldViolation(target or "worker", problem)]))
+        named = {target: getattr(request, target)} if target is not None else {}
+        await self._order(DrainOrder(next(self._numbers), undo=request.undo, **named), context)
+        return control_pb2.DrainResponse()
+
+    async def _known_state(self, context: grpc.aio.ServicerContext) -> ServerState:
         if self.state is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is starting")
-            raise AssertionError("abort raises")
-        return await asyncio.to_thread(verify, self.state, self._board.read, request.repair)
+            await abort(context, grpc.StatusCode.UNAVAILABLE, "the server is starting")
+        return self.state
+
+    async def _order(
+        self, order: ReloadOrder | ScaleOrder | DrainOrder, context: grpc.aio.ServicerContext
+    ) -> OrderDone:
+        """Have the launcher carry it out; ends the call with the reason when it does not."""
+        answer = self._orders[order.number] = asyncio.get_running_loop().create_future()
+        try:
+            self._channel.send(order)
+            done = await answer
+        finally:
+            del self._orders[order.number]
+        if done.code == "INVALID_ARGUMENT":
+            await abort_invalid(context, InvalidRequest([FieldViolation(done.field, done.message)]))
+        if done.code:
+            await abort(context, grpc.StatusCode[done.code], done.message)
+        return done
+
+    def on_done(self, done: OrderDone) -> None:
+        """The launcher says what became of an order."""
+        answer = self._orders.get(done.number)
+        if answer is not None and not answer.done():
+            answer.set_result(done)
+
+    def _read_row(self, row: int) -> BoardRow:
+        return self._board.read(row) if row >= 0 else BoardRow()
 
     def _measure(self, state: ServerState) -> control_pb2.GetStatusResponse:
-        rows = {place.index: self._board.read(place.index) for place in state.workers}
+        rows = [self._read_row(place.row) for place in state.workers]
         weights = (MEMFD_PREFIX, *(file[0] for segment in state.segments for file in segment.files))
-        memories = {
-            place.index: memory_of(place.pid, weights, rows[place.index].kv_cache_address)
-            if place.pid
-            else None
-            for place in state.workers
-        }
+        memories = [
+            memory_of(place.pid, weights, row.kv_cache_address) if place.pid else None
+            for place, row in zip(state.workers, rows, strict=True)
+        ]
         others = [memory_of(pid, weights) for pid in (state.launcher_pid, os.getpid(), *state.helper_pids)]
-        known = [memory for memory in (*memories.values(), *others) if memory is not None]
+        known = [memory for memory in (*memories, *others) if memory is not None]
         return control_pb2.GetStatusResponse(
             version=state.version,
             model=state.model,
@@ -134,24 +202,32 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             uptime_seconds=time.monotonic() - state.started_at,
             segments=[segment_status(segment) for segment in state.segments],
             workers=[
-                worker_status(place, rows[place.index], memories[place.index]) for place in state.workers
+                worker_status(place, row, memory)
+                for place, row, memory in zip(state.workers, rows, memories, strict=True)
             ],
             placement_policy=state.placement_policy,
             placement_reason=state.placement_reason,
             weights_pss_bytes=sum(memory.weights_pss for memory in known),
             total_pss_bytes=sum(memory.pss for memory in known),
+            generation=state.generation,
+            model_dir=state.model_dir,
+            change=state.change,
+            change_phase=state.change_phase,
+            last_error=state.last_error,
         )
 
 
 async def serve(channel: Channel, config: ControlConfig, board: Board) -> None:
     """Serve until the launcher closes the channel."""
-    servicer = ControlServicer(board)
+    servicer = ControlServicer(board, channel)
     server = grpc.aio.server()
     control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
     ReflectionServicer([SERVICE_NAME]).add_to_server(server)
-    Path(config.socket_path).unlink(missing_ok=True)
-    server.add_insecure_port(f"unix:{config.socket_path}")
+    # gRPC removes the path that it was given when it stops, and by then that may be a successor's: it gets one of its own.
+    own_path = f"{config.socket_path}.{os.getpid()}"
+    server.add_insecure_port(f"unix:{own_path}")
     await server.start()
+    os.replace(own_path, config.socket_path)
     loop = asyncio.get_running_loop()
     gone = asyncio.Event()
 
@@ -162,6 +238,8 @@ async def serve(channel: Channel, config: ControlConfig, board: Board) -> None:
             gone.set()
         elif isinstance(received[0], ServerState):
             servicer.state = received[0]
+        elif isinstance(received[0], OrderDone):
+            servicer.on_done(received[0])
 
     loop.add_reader(channel.fileno(), on_message)
     await gone.wait()

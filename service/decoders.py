@@ -37,7 +37,7 @@ def open_decoder(config: ModelConfig, segment: AnySegment, cpus: Sequence[int]) 
     """
     if isinstance(segment, FileSegment) or segment.manifest.layout == ROWS:
         return Decoder(config, weight_tensors(segment), TorchOps())
-    if segment.manifest.layout != PANELS:
+    if segment.manifest.layout.split()[0] != PANELS:
         raise ValueError(f"the segment's layout is {segment.manifest.layout!r}, which no backend here reads")
     library = load()
     if library is None:

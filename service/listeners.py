@@ -15,7 +15,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 # From asm-generic/socket.h; Python's socket module has no name for it.
 _SO_ATTACH_FILTER = 26
@@ -37,8 +37,8 @@ _DROP_SYN = (
 
 
 @contextlib.contextmanager
-def listening_sockets(port: int) -> Iterator[list[socket.socket]]:
-    """This process's sockets that listen on a TCP port, as duplicates that are closed afterwards."""
+def listening_sockets(ports: Collection[int]) -> Iterator[list[socket.socket]]:
+    """This process's sockets that listen on some TCP ports, as duplicates that are closed afterwards."""
     found, seen = [], set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -48,7 +48,7 @@ def listening_sockets(port: int) -> Iterator[list[socket.socket]]:
                 continue
             seen.add(target)
             candidate = socket.socket(fileno=os.dup(int(name)))
-            if _listens(candidate, port):
+            if _listens(candidate, ports):
                 found.append(candidate)
             else:
                 candidate.close()
@@ -59,11 +59,11 @@ def listening_sockets(port: int) -> Iterator[list[socket.socket]]:
             duplicate.close()
 
 
-def _listens(candidate: socket.socket, port: int) -> bool:
+def _listens(candidate: socket.socket, ports: Collection[int]) -> bool:
     if candidate.family not in (socket.AF_INET, socket.AF_INET6) or candidate.type != socket.SOCK_STREAM:
         return False
     is_listening = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    return bool(is_listening) and bool(candidate.getsockname()[1] == port)
+    return bool(is_listening) and candidate.getsockname()[1] in ports
 
 
 def refuse_connections(listener: socket.socket) -> None:
@@ -79,9 +79,9 @@ def accept_queue_length(listener: socket.socket) -> int:
     return int(_TCPI_UNACKED.unpack(info)[0])
 
 
-async def leave_port(port: int) -> None:
-    """Return once this process's listening sockets on `port` can be closed without resetting a connection."""
-    with listening_sockets(port) as listeners:
+async def leave_ports(ports: Collection[int]) -> None:
+    """Return once this process's listening sockets on `ports` can be closed without resetting a connection."""
+    with listening_sockets(ports) as listeners:
         for listener in listeners:
             refuse_connections(listener)
         began = time.monotonic()

@@ -21,13 +21,13 @@ def verify(
 ) -> control_pb2.VerifyResponse:
     """Measure every segment and every worker's KV cache; with `repair`, move misplaced pages and measure again.
 
-    `read_row` gives the board's row of a worker. It takes milliseconds per GiB.
+    `read_row` gives a row of the board, whatever for -1. It takes milliseconds per GiB.
     """
     checks = []
     for check in verify_segments(state):
         checks.append(_message(check, SEGMENT_REPAIR if repair and not check.verdict.local else ""))
     for place in state.workers:
-        row, repaired = read_row(place.index), ""
+        row, repaired = read_row(place.row), ""
         check = verify_cache(place, row)
         if repair and check.sights and not check.verdict.local:
             repaired = str(repair_cache(place, row))

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,17 @@ from placement.binding import Binding, bind_process
 from placement.board import Board, BoardRow, WorkerState
 from placement.file_segment import AnySegment
 from placement.logs import configure_logging
-from placement.messages import Channel, DrainWorker, Failed, ForkWorker, WorkerServing, ZygoteConfig
+from placement.messages import (
+    Channel,
+    DrainWorker,
+    Failed,
+    ForkWorker,
+    StartServing,
+    TrialPassed,
+    WorkerServing,
+    ZygoteConfig,
+    send_if_open,
+)
 from placement.plan import Policy
 from placement.topology import read_topology
 from service.config import ServiceConfig
@@ -29,8 +40,8 @@ from service.engine.async_engine import AsyncEngine
 from service.engine.engine import Engine, EngineConfig
 from service.engine.kv_memory import KVMemory, allocate_kv_cache
 from service.engine.request import EngineStats, WorkerIdentity
-from service.listeners import leave_port
-from service.loader.checkpoint import Checkpoint, open_checkpoint
+from service.listeners import leave_ports
+from service.loader.checkpoint import read_configs
 from service.models.config import ModelConfig, parse_config
 from service.relay.balanced_engine import BalancedEngine
 from service.relay.server import RelayServer
@@ -39,6 +50,7 @@ from service.server import AddressInUse, RunningServer, ServerOptions, start_ser
 from service.text.chat_template import ChatTemplate
 from service.text.structured import StructuredOutputCompiler
 from service.text.tokenizer import Tokenizer
+from service.trial import try_out
 
 log = logging.getLogger("numaserve.worker")
 
@@ -56,7 +68,6 @@ class Prepared:
     unit: ZygoteConfig
     segment: AnySegment
     verdict: str
-    checkpoint: Checkpoint
     model_config: ModelConfig
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
@@ -69,10 +80,11 @@ class Prepared:
 def prepare(segment: AnySegment, unit: ZygoteConfig, verdict: str) -> Prepared:
     """Runs in the zygote: no tensor operation and no thread may start here."""
     service = ServiceConfig.from_json(unit.service_config)
-    checkpoint = open_checkpoint(Path(service.model_dir))
+    # The weights are in the segment: their files may be gone by now.
+    config, generation_config = read_configs(Path(service.model_dir))
     tokenizer = Tokenizer.from_dir(Path(service.model_dir))
     template = tokenizer.chat_template
-    model_config = parse_config(checkpoint.config, checkpoint.generation_config)
+    model_config = parse_config(config, generation_config)
     eos_token_ids = end_token_ids(model_config, tokenizer)
     grammars = StructuredOutputCompiler(tokenizer, eos_token_ids)
     grammars.prepare()
@@ -81,11 +93,10 @@ def prepare(segment: AnySegment, unit: ZygoteConfig, verdict: str) -> Prepared:
         unit=unit,
         segment=segment,
         verdict=verdict,
-        checkpoint=checkpoint,
         model_config=model_config,
         tokenizer=tokenizer,
         chat_template=ChatTemplate(template, tokenizer.special_tokens) if template else None,
-        sampling_defaults=SamplingDefaults.from_generation_config(checkpoint.generation_config or {}),
+        sampling_defaults=SamplingDefaults.from_generation_config(generation_config),
         eos_token_ids=eos_token_ids,
         grammars=grammars,
         node_distances={node.id: node.distances for node in read_topology().nodes},
@@ -120,7 +131,7 @@ class Worker:
         _report_refusals((self._memory.binding,))
         prepared.segment.populate()
         engine = self._make_engine()
-        engine.pool.watcher = board.prefixes(assignment.index)
+        engine.pool.watcher = board.prefixes(assignment.row)
         self._engine = AsyncEngine(
             engine,
             compile_grammar=prepared.grammars.compile,
@@ -130,9 +141,9 @@ class Worker:
 
     def _take_row(self) -> None:
         """Say on the board who this is, and that its cache is empty."""
-        index, unit = self._assignment.index, self._prepared.unit
+        row, unit = self._assignment.row, self._prepared.unit
         self._board.write(
-            index,
+            row,
             BoardRow(
                 state=WorkerState.STARTING,
                 pid=os.getpid(),
@@ -141,7 +152,7 @@ class Worker:
                 node=self._assignment.memory_nodes[0],
             ),
         )
-        self._board.prefixes(index).clear()
+        self._board.prefixes(row).clear()
 
     def _allocate_cache(self) -> KVMemory:
         prepared, config = self._prepared, self._prepared.model_config
@@ -205,7 +216,7 @@ class Worker:
     def _report(self, stats: EngineStats) -> None:
         """Runs in the engine's thread after each step: this worker's row on the board."""
         self._board.update(
-            self._assignment.index,
+            self._assignment.row,
             heartbeat_ns=time.monotonic_ns(),
             running=stats.running,
             waiting=stats.waiting,
@@ -224,21 +235,21 @@ class Worker:
     async def _beat(self) -> None:
         """The event loop's heartbeat."""
         while True:
-            self._board.set(self._assignment.index, "loop_heartbeat_ns", time.monotonic_ns())
+            self._board.set(self._assignment.row, "loop_heartbeat_ns", time.monotonic_ns())
             await asyncio.sleep(_HEARTBEAT_SECONDS)
 
     def _set_state(self, state: WorkerState) -> None:
-        self._board.set(self._assignment.index, "state", state)
+        self._board.set(self._assignment.row, "state", state)
 
     def _on_fatal(self, error: BaseException) -> None:
         log.error("the engine failed (%s: %s); this worker is to be replaced", type(error).__name__, error)
         self._exit_status = 1
         self._stop(_FATAL_GRACE_SECONDS)
 
-    def _leave(self) -> None:
-        """This worker alone ends, and is replaced: its siblings go on, so that nobody needs to notice."""
+    def _leave(self, grace: float | None = None) -> None:
+        """This worker alone ends: others go on, so that nobody needs to notice."""
         self._leaving = True
-        self._stop(self._prepared.service.drain_timeout)
+        self._stop(self._prepared.service.drain_timeout if grace is None else grace)
 
     def _stop(self, grace: float) -> None:
         if not self._stopping.done():
@@ -252,6 +263,10 @@ class Worker:
             self._stop(self._prepared.service.drain_timeout)
             return
         match received[0]:
+            case StartServing():
+                self._may_serve.set()
+            case DrainWorker(timeout_seconds=timeout, leave_port=True):
+                self._leave(timeout)
             case DrainWorker(timeout_seconds=timeout):
                 self._stop(timeout)
             case unexpected:
@@ -264,7 +279,7 @@ class Worker:
             max_send_message_bytes=service.max_message_bytes,
             channelz=service.channelz,
         )
-        own_socket = service.worker_socket(self._assignment.index)
+        own_socket = self._own_sockets()[0]
         # A predecessor that was killed left its socket behind.
         Path(own_socket).unlink(missing_ok=True)
         host = f"[{service.host}]" if ":" in service.host else service.host
@@ -281,41 +296,61 @@ class Worker:
             assignment.index, os.getpid(), self._prepared.unit.unit, assignment.memory_nodes
         )
         relay = RelayServer(self._engine, identity)
-        await relay.start(service.relay_socket(assignment.index))
+        await relay.start(self._own_sockets()[1])
         self._balanced = BalancedEngine(
             self._engine,
-            assignment.index,
+            assignment.row,
             self._board,
-            service.relay_socket,
+            partial(service.relay_socket, self._prepared.unit.generation),
             self._prepared.node_distances[assignment.memory_nodes[0]],
             service.block_size,
         )
         return relay
 
+    async def _passes_trial(self) -> bool:
+        """Prove that the weights answer, then wait for the word to serve; False when told to end instead."""
+        config = self._prepared.model_config
+        await try_out(self._engine, config.vocab_size, self._prepared.service.max_context_length)
+        send_if_open(self._channel, TrialPassed(os.getpid()))
+        may_serve = asyncio.ensure_future(self._may_serve.wait())
+        await asyncio.wait((may_serve, self._stopping), return_when=asyncio.FIRST_COMPLETED)
+        return may_serve.done()
+
+    @staticmethod
+    def _ports(server: RunningServer) -> list[int]:
+        """The TCP ports that it listens on."""
+        tcp = (address for address in server.addresses if not address.startswith("unix:"))
+        return [int(address.rpartition(":")[2]) for address in tcp]
+
     async def serve(self) -> int:
         """Serve until told to stop; returns the exit status."""
         loop = asyncio.get_running_loop()
         self._stopping: asyncio.Future[float] = loop.create_future()
+        self._may_serve = asyncio.Event()
         loop.add_signal_handler(signal.SIGTERM, self._leave)
         loop.add_reader(self._channel.fileno(), self._on_channel)
         beating = asyncio.create_task(self._beat())
         self._engine.start()
+        if self._assignment.on_trial and not await self._passes_trial():
+            self._engine.stop()
+            return self._exit_status
         relay = await self._start_relay()
         server = await self._start_server()
         sockets = {path: os.stat(path).st_ino for path in self._own_sockets()}
         self._set_state(WorkerState.SERVING)
         tcp_address = server.addresses[2] if len(server.addresses) > 2 else ""
-        self._tell_launcher(
+        send_if_open(
+            self._channel,
             WorkerServing(
                 os.getpid(), f"unix:{self._own_sockets()[0]}", self._memory.binding.errno, tcp_address
-            )
+            ),
         )
         grace = await self._stopping
         # Whatever hangs from here on, the kernel ends this process: SIGALRM has its default action.
         signal.setitimer(signal.ITIMER_REAL, grace + _END_MARGIN_SECONDS)
         self._set_state(WorkerState.DRAINING)
         if self._leaving:
-            await leave_port(self._prepared.service.port)
+            await leave_ports(self._ports(server))
         # Siblings finish what they hand over to this worker, and this worker what it handed over to them.
         await asyncio.gather(server.stop(grace), relay.drain(grace))
         self._balanced.close()
@@ -326,13 +361,12 @@ class Worker:
         return self._exit_status
 
     def _own_sockets(self) -> tuple[str, str]:
-        service, index = self._prepared.service, self._assignment.index
-        return service.worker_socket(index), service.relay_socket(index)
-
-    def _tell_launcher(self, message: WorkerServing) -> None:
-        # Its death is seen by the end of the channel.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._channel.send(message)
+        service, generation, row = (
+            self._prepared.service,
+            self._prepared.unit.generation,
+            self._assignment.row,
+        )
+        return service.worker_socket(generation, row), service.relay_socket(generation, row)
 
 
 def _remove(sockets: Mapping[str, int]) -> None:

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
+
+from toy_service import make_plan
 
 from placement.launcher import Launcher, LauncherConfig
 from placement.listen import reserve_port
 from placement.logs import configure_logging
-from placement.plan import Plan, Policy, UnitPlan, WorkerPlan
-
-
-def make_plan(counts: list[int]) -> Plan:
-    cpus = tuple(sorted(os.sched_getaffinity(0)))
-    units, index = [], 0
-    for number, count in enumerate(counts):
-        name = f"unit{number}"
-        workers = tuple(WorkerPlan(index + place, name, cpus[:1], 1, 1 << 20) for place in range(count))
-        index += count
-        units.append(UnitPlan(name, (0,), (0,), cpus, 1 << 20, workers))
-    return Plan(Policy.REPLICATE, "it is a test", tuple(units))
 
 
 def main() -> int:
@@ -44,6 +33,7 @@ def main() -> int:
         log_format="json",
         log_level="debug",
         hang_timeout=0.0,
+        plan_entry="toy_service:replan",
     )
     return Launcher(config).run()
 

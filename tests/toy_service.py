@@ -1,6 +1,7 @@
 """A service without a model, for tests of the launcher and the zygote: its worker answers its pid on a unix socket.
 
-`service_config` is a JSON object: `directory` for the sockets, and what should go wrong.
+`service_config` is a JSON object: `directory` for the sockets, what should go wrong, and `contents` of the weights. A file
+`next` in the directory holds what the next generation is to change of it, and as `counts` the workers of each unit.
 """
 
 from __future__ import annotations
@@ -21,9 +22,14 @@ from placement.messages import (
     ForkWorker,
     LoadProgress,
     SegmentBuilt,
+    StartServing,
+    TrialPassed,
     WorkerServing,
     ZygoteConfig,
 )
+from placement.orders import Planned, PlanOrder, PlanRefused
+from placement.plan import Plan, Policy, UnitPlan, WorkerPlan
+from placement.plan_codec import plan_to_json
 from placement.segment import Segment, SegmentBuilder, TensorSpec
 
 CONTENTS = b"weights of the toy"
@@ -45,7 +51,8 @@ def load(channel: Channel, config: ZygoteConfig) -> None:
     builder = SegmentBuilder(
         config.unit, "toy", "uint8", [TensorSpec("t", "uint8", (len(CONTENTS),), len(CONTENTS))]
     )
-    builder.destinations()["t"][:] = CONTENTS
+    contents = options.get("contents", "").encode() or CONTENTS
+    builder.destinations()["t"][: len(contents)] = contents
     channel.send(LoadProgress(len(CONTENTS), len(CONTENTS)))
     fd = builder.seal("toy digest")
     channel.send(
@@ -77,12 +84,20 @@ def work(prepared: tuple[Segment, ZygoteConfig], order: ForkWorker, channel: Cha
     if options.get("worker") == "crashes":
         os.abort()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if order.on_trial:
+        if options.get("worker") == "fails its trial":
+            channel.send(Failed("the answer makes no sense", permanent=True))
+            raise SystemExit(2)
+        channel.send(TrialPassed(os.getpid()))
+        received = channel.receive()
+        if received is None or not isinstance(received[0], StartServing):
+            raise SystemExit(0)
     path = f"{options['directory']}/toy-{order.index}.sock"
     Path(path).unlink(missing_ok=True)
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
     server.listen()
-    board.set(order.index, "state", WorkerState.SERVING)
+    board.set(order.row, "state", WorkerState.SERVING)
     channel.send(WorkerServing(os.getpid(), path))
     while True:
         ready, _, _ = select.select([server, channel], [], [])
@@ -96,11 +111,36 @@ def work(prepared: tuple[Segment, ZygoteConfig], order: ForkWorker, channel: Cha
             answer = {
                 "pid": os.getpid(),
                 "parent": os.getppid(),
-                "contents": bytes(segment.views()["t"]).decode(),
+                "contents": bytes(segment.views()["t"]).rstrip(b"\0").decode(),
+                "generation": config.generation,
                 "cpus": sorted(os.sched_getaffinity(0)),
             }
             connection.sendall(json.dumps(answer).encode())
             connection.close()
+
+
+def make_plan(counts: list[int]) -> Plan:
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    units, index = [], 0
+    for number, count in enumerate(counts):
+        name = f"unit{number}"
+        workers = tuple(WorkerPlan(index + place, name, cpus[:1], 1, 1 << 20) for place in range(count))
+        index += count
+        units.append(UnitPlan(name, (0,), (0,), cpus, 1 << 20, workers))
+    return Plan(Policy.REPLICATE, "it is a test", tuple(units))
+
+
+def replan(order: PlanOrder, segments: list[Segment]) -> Planned | PlanRefused:
+    options = json.loads(order.service_config)
+    changes = json.loads((Path(options["directory"]) / "next").read_text())
+    if changes.pop("planner", "") == "crashes":
+        os.abort()
+    if "refuse" in changes:
+        return PlanRefused("RESOURCE_EXHAUSTED", "", changes["refuse"])
+    assert bool(segments) == bool(order.policy)
+    counts = changes.pop("counts", [])
+    plan = make_plan([order.workers] if order.workers else counts)
+    return Planned(plan_to_json(plan), json.dumps({**options, **changes}), "")
 
 
 def control() -> None:

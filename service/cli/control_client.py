@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from placement.runtime_dir import control_socket
+from placement.runtime_dir import control_socket, default_runtime_dir
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 _QUICK_RETRIES = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which running server is meant."""
+    parser.add_argument("--port", type=int, default=50051, help="port of the server (default: %(default)s)")
+    parser.add_argument(
+        "--runtime-dir", type=Path, metavar="DIR", help="the server's --runtime-dir, when it was given one"
+    )
+
+
+def runtime_dir_from(args: argparse.Namespace) -> Path:
+    """The runtime folder of the server that the flags mean."""
+    given: Path | None = args.runtime_dir
+    return given or default_runtime_dir(args.port)
 
 
 def call_control(runtime_dir: Path, method: str, request: Message, timeout: float) -> Any:

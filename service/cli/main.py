@@ -13,6 +13,9 @@ COMMANDS = {
     "plan": "show what serve would do with a model, without doing it",
     "status": "show the workers, segments and memory of a running server",
     "verify": "measure again where the weights and KV caches of a running server are",
+    "reload": "load the weights of a running server anew, without refusing a request",
+    "scale": "change the number of workers of a running server",
+    "drain": "let workers of a running server finish, and keep their places empty",
     "chat": "talk to a running server in the terminal",
 }
 

@@ -1,22 +1,37 @@
-"""Serve a model until SIGTERM or SIGINT; a second signal stops at once. See docs/operations.md for exit codes."""
+"""Serve a model until SIGTERM or SIGINT; a second signal stops at once. SIGHUP loads the weights anew, SIGTTIN and
+SIGTTOU add and remove a worker. See docs/operations.md for exit codes."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
+import socket
 import sys
+from collections import Counter
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import cast
 
+from placement.fd_store import Notifier
+from placement.kept_server import Inheritance, NotUsable
 from placement.launcher import Launcher, LauncherConfig
 from placement.listen import PortUnavailable, format_address, reserve_port
 from placement.logs import configure_logging
 from placement.permissions import probe_permissions
-from placement.plan import Plan, make_plan
+from placement.plan import Plan, PlanRequest, make_plan
 from placement.runtime_dir import default_runtime_dir
+from placement.surroundings import EXIT_BAD_CONFIGURATION
 from placement.topology import read_topology
-from placement.unit import EXIT_BAD_CONFIGURATION
+from service.adoption import (
+    adopted_sizes,
+    bytes_by_node,
+    matching_segments,
+    model_files,
+    take_over_if_any,
+)
+from service.backends import layout_of
 from service.cli.model_flags import add_weight_flags, backend_from
 from service.cli.placement_flags import add_placement_flags, parse_size, plan_request_from
 from service.config import ServiceConfig
@@ -25,6 +40,13 @@ from service.loader.hub import ModelNotFound, resolve_model
 from service.loader.model_size import ModelSizes, measure
 from service.models.config import ConfigError
 from service.models.packing import Quantization
+from service.replan import (
+    absolute_if_folder,
+    check_tokenizer,
+    memory_of_processes,
+    plan_beside,
+    request_to_json,
+)
 
 log = logging.getLogger("numaserve.launcher")
 
@@ -94,6 +116,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="a worker that is silent and idle for so long is replaced; 0 never (default: 60)",
     )
+    process.add_argument(
+        "--take-over",
+        action="store_true",
+        help="upgrade in place: take port and weights over from the server on --port, which then ends",
+    )
     process.add_argument("--log-format", choices=("text", "json"), default="text")
     process.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
@@ -117,12 +144,6 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise ValueError(f"--hang-timeout must be 0 or at least 3 seconds, not {args.hang_timeout:g}")
     if args.max_model_len < 0:
         raise ValueError(f"--max-model-len must be 1 or more, not {args.max_model_len}")
-
-
-def check_tokenizer(model_dir: Path) -> None:
-    """Raises ValueError when the folder has no tokenizer; its contents are checked before any worker starts."""
-    if not (model_dir / "tokenizer.json").is_file():
-        raise ValueError(f"{model_dir / 'tokenizer.json'}: there is no such file")
 
 
 def context_length(args: argparse.Namespace, sizes: ModelSizes) -> int:
@@ -159,15 +180,21 @@ def service_config(
         max_message_bytes=args.max_message_size,
         channelz=args.channelz,
         worker_ports=args.worker_ports,
+        asked_model=absolute_if_folder(args.model),
+        asked_context_length=args.max_model_len,
     )
 
 
-def launcher_config(args: argparse.Namespace, plan: Plan, service: ServiceConfig) -> LauncherConfig:
+def launcher_config(
+    args: argparse.Namespace, plan: Plan, request: PlanRequest, service: ServiceConfig
+) -> LauncherConfig:
     """Everything that the launcher and its children need. Raises PortUnavailable."""
-    port_holder = reserve_port(args.host, args.port)
+    port_holder = _port_holder(args)
     port = port_holder.getsockname()[1]
     runtime_dir = args.runtime_dir or default_runtime_dir(port)
     service = replace(service, port=port, socket_dir=str(runtime_dir))
+    inheritance: Inheritance | None = args.inheritance
+    units = {unit.name: unit.memory_nodes for unit in plan.units}
     return LauncherConfig(
         plan=plan,
         model=service.model_name,
@@ -186,6 +213,82 @@ def launcher_config(args: argparse.Namespace, plan: Plan, service: ServiceConfig
         log_format=args.log_format,
         log_level=args.log_level,
         hang_timeout=args.hang_timeout,
+        plan_entry="service.replan:replan",
+        plan_request=request_to_json(request),
+        model_dir=service.model_dir,
+        model_files=model_files(Path(service.model_dir)),
+        inheritance=inheritance,
+        notifier=args.notifier,
+        kept=matching_segments(inheritance, units) if inheritance is not None and args.adopts else {},
+    )
+
+
+def _port_holder(args: argparse.Namespace) -> socket.socket:
+    """The port that a server before this one held, when it is the one that is asked for; else a new one."""
+    holder = args.inheritance.port_holder if args.inheritance is not None else None
+    if holder is not None:
+        port = holder.getsockname()[1]
+        if args.port in (0, port) and args.inheritance.kept.address == format_address(args.host, port):
+            return holder
+        holder.close()
+    return reserve_port(args.host, args.port)
+
+
+def inherit(args: argparse.Namespace) -> None:
+    """Set `args.inheritance` to what a server before this one left or hands over, None where there is nothing.
+
+    Raises NotUsable when a running server does not hand over. What a service manager kept and cannot be used is
+    dropped with a warning.
+    """
+    args.notifier, args.adopts = Notifier(), False
+    try:
+        args.inheritance = args.notifier.inherit(cast(dict[str, str], os.environ))
+    except NotUsable as error:
+        args.inheritance = None
+        log.warning("what the service manager kept is not used: %s", error)
+    if args.inheritance is None and args.take_over:
+        runtime_dir = args.runtime_dir or default_runtime_dir(args.port)
+        args.inheritance = take_over_if_any(runtime_dir, version("numaserve"))
+
+
+def measure_model(
+    args: argparse.Namespace, model_dir: Path, backend: str, quantization: Quantization | None
+) -> ModelSizes:
+    """The sizes of the model: of the segments that were left, when they are what is asked for, else of the checkpoint."""
+    inheritance: Inheritance | None = args.inheritance
+    if inheritance is not None:
+        try:
+            sizes = adopted_sizes(
+                inheritance,
+                model_dir,
+                layout_of(backend, quantization),
+                args.dtype,
+                args.kv_cache_dtype,
+                args.block_size,
+            )
+            args.adopts = True
+            log.info("the weights in memory are used: %d segment(s)", len(inheritance.descriptors))
+            return sizes
+        except NotUsable as error:
+            log.warning("the weights in memory are not used, the checkpoint is read again: %s", error)
+            for descriptor in inheritance.descriptors:
+                os.close(descriptor)
+            inheritance.descriptors.clear()
+    return measure(model_dir, args.dtype, args.kv_cache_dtype, args.block_size, backend, quantization)
+
+
+def plan_server(args: argparse.Namespace, request: PlanRequest) -> Plan:
+    """A plan for this host, beside a server that runs on it where one hands over."""
+    inheritance: Inheritance | None = args.inheritance
+    if inheritance is None:
+        return make_plan(request, read_topology(), probe_permissions())
+    segments, nothing = bytes_by_node(inheritance), Counter[int]()
+    if args.adopts and args.placement == "auto" and args.interleave is None:
+        request = replace(request, placement=inheritance.kept.policy)
+    return plan_beside(
+        request,
+        stays=segments if args.adopts else nothing,
+        goes=(nothing if args.adopts else segments) + memory_of_processes(inheritance.kept.processes),
     )
 
 
@@ -193,12 +296,14 @@ def prepare(args: argparse.Namespace) -> LauncherConfig | None:
     """Check everything that can be checked before anything starts; None when something is refused (it is logged)."""
     try:
         check_numbers(args)
+        inherit(args)
         model_dir = resolve_model(args.model)
         backend, quantization = backend_from(args)
-        sizes = measure(model_dir, args.dtype, args.kv_cache_dtype, args.block_size, backend, quantization)
+        sizes = measure_model(args, model_dir, backend, quantization)
         check_tokenizer(model_dir)
         context = context_length(args, sizes)
-        plan = make_plan(plan_request_from(args, sizes), read_topology(), probe_permissions())
+        request = plan_request_from(args, sizes)
+        plan = plan_server(args, request)
     except (ValueError, ModelNotFound, CheckpointError, ConfigError) as error:
         log.error("%s", error)
         return None
@@ -211,7 +316,7 @@ def prepare(args: argparse.Namespace) -> LauncherConfig | None:
     log.info("plan: %s, because %s", plan.policy.value, plan.policy_reason)
     try:
         service = service_config(args, model_dir, context, backend, quantization)
-        return launcher_config(args, plan, service)
+        return launcher_config(args, plan, request, service)
     except PortUnavailable as error:
         log.error("%s", error.strerror)
         return None

@@ -75,11 +75,7 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     Shards are those that model.safetensors.index.json names, else model.safetensors; other files are not looked at.
     Raises CheckpointError, naming the file, for whatever is missing, cut, malformed or at odds with the index.
     """
-    if not model_dir.is_dir():
-        raise CheckpointError(model_dir, "is not a directory")
-    config = _read_json_object(model_dir / "config.json")
-    generation_path = model_dir / "generation_config.json"
-    generation_config = _read_json_object(generation_path) if generation_path.exists() else {}
+    config, generation_config = read_configs(model_dir)
     index_path = model_dir / INDEX_FILE
     if index_path.exists():
         tensors = _open_shards(model_dir, index_path)
@@ -90,6 +86,18 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
             index_path if index_path.exists() else model_dir / SINGLE_FILE, "holds no tensor"
         )
     return Checkpoint(model_dir, config, generation_config, tensors)
+
+
+def read_configs(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and generation_config.json (empty where there is none), with no look at weights.
+
+    Raises CheckpointError, naming the file.
+    """
+    if not model_dir.is_dir():
+        raise CheckpointError(model_dir, "is not a directory")
+    config = _read_json_object(model_dir / "config.json")
+    generation_path = model_dir / "generation_config.json"
+    return config, _read_json_object(generation_path) if generation_path.exists() else {}
 
 
 def read_header(path: Path) -> dict[str, TensorSource]:

@@ -26,6 +26,7 @@ from placement.file_segment import (
 )
 from placement.mapping import MADV_POPULATE_READ, Mapping
 from placement.residency import Residency, Verdict, judge_page_cache, merge, pages_per_node
+from service.loader.as_stored import stored_parts
 from service.loader.checkpoint import CheckpointError, TensorSource
 from service.loader.fill import content_digest
 from service.loader.part_reader import digest_entry
@@ -63,11 +64,11 @@ def share_files(
     `on_progress` gets the bytes hashed since its last call. Raises CheckpointError for a file that cannot be read or
     changes meanwhile, SegmentError for one that cannot be mapped.
     """
-    paths = sorted({part.source.file for tensor in plan.tensors for part in tensor.parts})
+    paths = sorted({part.source.file for tensor in plan.tensors for part in stored_parts(tensor)})
     with contextlib.ExitStack() as stack:
         descriptors = {path: _open(path, stack) for path in paths}
         files = tuple(WeightsFile.of(path, fd) for path, fd in descriptors.items())
-        sources = [part.source for tensor in plan.tensors for part in tensor.parts]
+        sources = [part.source for tensor in plan.tensors for part in stored_parts(tensor)]
         digest = _hash(sources, descriptors, threads, on_progress)
         residency, dropped = _settle(descriptors, memory_nodes)
         for path, file in zip(paths, files, strict=True):
@@ -81,7 +82,7 @@ def share_files(
             tensor.shape,
             tuple(
                 FilePart(numbers[part.source.file], part.source.offset, part.source.nbytes)
-                for part in tensor.parts
+                for part in stored_parts(tensor)
             ),
         )
         for tensor in plan.tensors

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from placement.file_segment import AnySegment, FileSegment
 from service.backends import lay_out_for
 from service.loader.as_stored import why_not_as_stored
-from service.loader.checkpoint import open_checkpoint
-from service.models.config import parse_config
+from service.loader.checkpoint import open_checkpoint, read_configs
+from service.models.config import ModelConfig, parse_config
 from service.models.packing import Quantization
 from service.models.weights import DTYPES, ITEM_BYTES, plan_weights
 
@@ -52,19 +53,60 @@ def measure(
     checkpoint = open_checkpoint(model_dir)
     config = parse_config(checkpoint.config, checkpoint.generation_config)
     plan = lay_out_for(backend, plan_weights(config, checkpoint, dtype), quantization)
-    kv_dtype = plan.dtype if kv_dtype == "auto" else kv_dtype
+    return _sizes(
+        config,
+        dtype=plan.dtype,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        parameters=plan.parameters,
+        weights_bytes=plan.nbytes,
+        tensors=len(plan.tensors),
+        shared_obstacle=why_not_as_stored(plan, dtype),
+    )
+
+
+def measure_segment(model_dir: Path, segment: AnySegment, kv_dtype: str, block_size: int) -> ModelSizes:
+    """The same for weights that are in a segment already; no weights file is opened."""
+    config = parse_config(*read_configs(model_dir))
+    if isinstance(segment, FileSegment):
+        sizes = [part.nbytes for tensor in segment.manifest.tensors for part in tensor.parts]
+    else:
+        sizes = [entry.nbytes for entry in segment.manifest.tensors]
+    return _sizes(
+        config,
+        dtype=segment.manifest.dtype,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        parameters=segment.parameters,
+        weights_bytes=sum(sizes),
+        tensors=len(segment.manifest.tensors),
+    )
+
+
+def _sizes(
+    config: ModelConfig,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    block_size: int,
+    parameters: int,
+    weights_bytes: int,
+    tensors: int,
+    shared_obstacle: str = "",
+) -> ModelSizes:
+    kv_dtype = dtype if kv_dtype == "auto" else kv_dtype
     per_token = 2 * len(config.layers) * config.num_kv_heads * config.head_dim * ITEM_BYTES[kv_dtype]
     return ModelSizes(
         model_type=config.model_type,
-        parameters=plan.parameters,
-        weights_bytes=plan.nbytes,
+        parameters=parameters,
+        weights_bytes=weights_bytes,
         kv_bytes_per_token=per_token,
         kv_block_bytes=per_token * block_size,
         blocks_per_sequence=-(-config.context_length // block_size),
         context_length=config.context_length,
         vocab_size=config.vocab_size,
-        dtype=plan.dtype,
+        dtype=dtype,
         kv_dtype=kv_dtype,
-        tensors=len(plan.tensors),
-        shared_obstacle=why_not_as_stored(plan, dtype),
+        tensors=tensors,
+        shared_obstacle=shared_obstacle,
     )

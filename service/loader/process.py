@@ -17,7 +17,7 @@ from placement.messages import Channel, Failed, LoadProgress, SegmentBuilt, Zygo
 from placement.plan import Policy
 from placement.residency import Verdict, judge, pages_per_node
 from placement.segment import SegmentBuilder, SegmentError, TensorSpec
-from service.backends import PANELS, ROWS, lay_out_for
+from service.backends import lay_out_for, layout_of
 from service.config import ServiceConfig
 from service.loader.checkpoint import CheckpointError, open_checkpoint
 from service.loader.file_weights import SharedFiles, share_files
@@ -57,6 +57,7 @@ def build_segment(
     unit: str,
     memory_nodes: tuple[int, ...],
     policy: Policy,
+    layout: str,
     plan: WeightPlan,
     fill_destinations: Callable[[SegmentBuilder], str],
 ) -> tuple[int, str, Verdict, Binding, SegmentBuilder, tuple[tuple[int, int], ...]]:
@@ -65,7 +66,6 @@ def build_segment(
         TensorSpec(each.name, each.dtype, each.shape, each.nbytes, each.packing, each.group)
         for each in plan.tensors
     ]
-    layout = PANELS if any(tensor.packing for tensor in plan.tensors) else ROWS
     builder = SegmentBuilder(unit, layout, plan.dtype, specs)
     binding = bind_mapping(builder.mapping, memory_nodes, policy)
     digest = fill_destinations(builder)
@@ -96,6 +96,7 @@ def run(channel: Channel, config: ZygoteConfig) -> None:
             config.unit,
             config.memory_nodes,
             Policy(config.policy),
+            layout_of(service.backend, service.quantization),
             plan,
             lambda builder: fill(plan, builder.destinations(), len(config.cpus), reporter),
         )

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Protocol
 
-from placement.board import Board, BoardRow, WorkerState
+from placement.board import Board, BoardRow
 from service.engine.async_engine import EngineUnavailable
 from service.engine.request import EngineRequest, RequestOutput
 from service.relay.choice import Candidate, choose
@@ -27,10 +27,10 @@ class LocalEngine(Protocol):
 
 
 class BalancedEngine:
-    """Runs each request on `local`, the engine of worker `index`, or on a sibling. For one event loop.
+    """Runs each request on `local`, the engine of the worker with row `index`, or on a sibling. For one event loop.
 
-    `socket_path` gives the relay socket of a worker. `distances` are those from this worker's node, by node.
-    `block_size` is in tokens.
+    Workers are told by their rows on the board. `socket_path` gives the relay socket of one. `distances` are those
+    from this worker's node, by node. `block_size` is in tokens.
     """
 
     def __init__(
@@ -78,21 +78,16 @@ class BalancedEngine:
 
     def _peer(self, worker: int) -> Peer:
         if worker not in self._peers:
-            self._peers[worker] = Peer(worker, self._socket_path(worker))
+            self._peers[worker] = Peer(self._socket_path(worker))
         return self._peers[worker]
 
     def _siblings(self, avoided: set[int]) -> dict[int, BoardRow]:
         """Serving workers over the same weights, this one left out."""
         generation = self._board.read(self._index).generation
-        rows = {
-            worker: self._board.read(worker)
-            for worker in range(self._board.rows)
-            if worker != self._index and worker not in avoided
-        }
         return {
-            worker: row
-            for worker, row in rows.items()
-            if row.state == WorkerState.SERVING and row.generation == generation
+            worker: self._board.read(worker)
+            for worker in self._board.serving(generation)
+            if worker != self._index and worker not in avoided
         }
 
     def _choose(self, request: EngineRequest, avoided: set[int]) -> int:

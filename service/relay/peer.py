@@ -14,10 +14,9 @@ from service.relay.frames import Cancel, Failed, FrameReader, Hello, Message, Ou
 
 
 class Peer:
-    """Worker number `worker`, reached through its relay socket: connected when first needed, and again after a loss."""
+    """A sibling, reached through its relay socket: connected when first needed, and again after a loss."""
 
-    def __init__(self, worker: int, path: str) -> None:
-        self.worker = worker
+    def __init__(self, path: str) -> None:
         self._path = path
         self._numbers = itertools.count()
         self._connection: _Connection | None = None
@@ -52,22 +51,19 @@ class Peer:
             if self._connection is None or self._connection.lost:
                 loop = asyncio.get_running_loop()
                 try:
-                    _, self._connection = await loop.create_unix_connection(
-                        lambda: _Connection(self.worker), self._path
-                    )
+                    _, self._connection = await loop.create_unix_connection(_Connection, self._path)
                 except OSError as error:
-                    raise EngineUnavailable(f"worker {self.worker} cannot be reached: {error}") from error
+                    raise EngineUnavailable(f"a worker cannot be reached: {error}") from error
             return self._connection
 
 
 class _Connection(asyncio.Protocol):
     """One connection to the sibling and the streams that run over it."""
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self) -> None:
         self.streams: dict[int, OutputStream] = {}
         self.identity: WorkerIdentity | None = None
         self.lost = False
-        self._worker = worker
         self._reader = FrameReader()
         self._outgoing: list[Message] = []
         self._loop = asyncio.get_running_loop()
@@ -79,8 +75,9 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self.lost = True
         self._transport = None
+        name = f"worker {self.identity.worker}" if self.identity is not None else "the worker"
         for stream in self.streams.values():
-            stream.fail(EngineUnavailable(f"worker {self._worker} ended before the answer was complete"))
+            stream.fail(EngineUnavailable(f"{name} ended before the answer was complete"))
 
     def data_received(self, data: bytes) -> None:
         for message in self._reader.feed(data):

@@ -2,71 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from served import LogWatcher, is_gone, wait_until_gone
+from served import is_gone, wait_until_gone
 
 from placement.unit import send_signal
-
-TESTS = Path(__file__).parents[2]
-
-
-class Toy:
-    """A running launcher over toy_service."""
-
-    def __init__(self, directory: Path, *counts: int, **options: str) -> None:
-        self.directory = directory
-        self.runtime_dir = directory / "run"
-        service_config = json.dumps({"directory": str(directory), **options})
-        command = [sys.executable, str(TESTS / "toy_launcher.py"), str(self.runtime_dir), service_config]
-        self.process = subprocess.Popen(
-            [*command, *map(str, counts)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"},
-        )
-        self.log = LogWatcher(self.process)
-
-    def ask(self, worker: int) -> dict:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(f"{self.directory}/toy-{worker}.sock")
-            return json.loads(connection.makefile().read())
-
-    def loads(self) -> int:
-        return len((self.directory / "loads").read_text().splitlines())
-
-    def family(self) -> set[int]:
-        """All processes of this server: each carries the folder's name in its command line or environment."""
-        found = set()
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    if str(self.process.pid) == (entry / "stat").read_text().rpartition(")")[2].split()[1]:
-                        found.add(int(entry.name))
-        return found
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator:
-    running: list[Toy] = []
-
-    def starter(*counts: int, **options: str) -> Toy:
-        running.append(Toy(tmp_path, *(counts or (2,)), **options))
-        return running[-1]
-
-    yield starter
-    for toy in running:
-        toy.process.kill()
-        toy.process.wait()
 
 
 def test_two_units_serve_from_one_load_each_and_end_in_order(start) -> None:

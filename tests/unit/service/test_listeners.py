@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.listeners import accept_queue_length, leave_port, listening_sockets, refuse_connections
+from service.listeners import accept_queue_length, leave_ports, listening_sockets, refuse_connections
 
 
 def listen(port: int = 0, address: str = "127.0.0.1") -> socket.socket:
@@ -42,10 +42,10 @@ def connected(clients: list[socket.socket], timeout: float) -> list[socket.socke
 def test_only_listeners_on_the_port_are_found(listener: socket.socket, address: str) -> None:
     with listen(address=address) as other:
         port = other.getsockname()[1]
-        with listening_sockets(port) as found, socket.create_connection(("127.0.0.1", port)):
+        with listening_sockets([port]) as found, socket.create_connection(("127.0.0.1", port)):
             assert [each.getsockname() for each in found] == [other.getsockname()]
             assert found[0].fileno() != other.fileno()
-        with listening_sockets(listener.getsockname()[1]) as found:
+        with listening_sockets([listener.getsockname()[1]]) as found:
             assert len(found) == 1
 
 
@@ -68,7 +68,7 @@ async def test_connects_move_to_another_listener_and_none_is_reset(listener: soc
     port = listener.getsockname()[1]
     early = [begin_to_connect(port) for _ in range(8)]
     with listen(port) as successor:
-        leaving = asyncio.create_task(leave_port(port))
+        leaving = asyncio.create_task(leave_ports([port]))
         await asyncio.sleep(0)
         # Its sockets are found by the port, so in this process the successor's is among them: it is made anew.
         successor.close()
