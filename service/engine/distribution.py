@@ -80,12 +80,7 @@ class RowSoftmax:
 
     def total(self, scores: Floats, highest: float, temperature: float = 1.0) -> int:
         """The sum of all weights of scores [n]."""
-        weights = self.weights(scores, highest, temperature)
-        # A sum that wraps round is many times as fast as a wide one, and exact but for multiples of 2**32. Which
-        # multiple it is even a sum of floats tells, in whatever order: it is off by less than 2**31.
-        wrapped = int(np.add.reduce(weights, dtype=np.int32))
-        about = float(self._powers[: len(scores)].sum())
-        return wrapped + round((about - wrapped) / 2**32) * 2**32
+        return _total(self.weights(scores, highest, temperature))
 
     def log_normalizer(self, scores: Floats, highest: float) -> float:
         """log(sum(exp(scores)))."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from service.kernels import operations
-from service.kernels.library import KernelPool
+from service.kernels.library import KernelPool, Program
 from service.models.batch import ForwardBatch, PagedKVCache, rope_lengths
 from service.models.config import ModelConfig
 from service.models.native_step import NativeStep, NativeWeights
@@ -18,19 +18,20 @@ class NativeDecoder:
     """A model over packed weights that it only reads. To be used by one thread, in the process that made `pool`.
 
     Buffers grow with the largest step that was met: about 4 * (3 hidden + 3 intermediate + 5 heads * head_dim) bytes for
-    each row of it, and 4 * vocab for each row whose logits were wanted.
+    each row of it, and 4 * (hidden + vocab) for each row whose logits were wanted.
     """
 
     def __init__(self, config: ModelConfig, weights: NativeWeights, pool: KernelPool) -> None:
         self.config = config
         self._weights = weights
         self._pool = pool
-        self._final_norm = weights.vectors["final_norm.weight"]
         self._rotary = {
             layer.rope: RotaryTable(layer.rope) for layer in config.layers if layer.rope is not None
         }
+        # These are looked up row by row; the others' tables serve as they are.
+        self._gathered = {rope: table for rope, table in self._rotary.items() if rope.depends_on_length}
         self._step: NativeStep | None = None
-        self._logits = torch.empty(0, config.vocab_size)
+        self._head: _Head | None = None
         self._pinned = False
 
     @torch.inference_mode()
@@ -39,53 +40,84 @@ class NativeDecoder:
 
         Returns the logits of `batch.logit_rows`: [samples, vocab] float32, which the next call overwrites.
         """
-        hidden = self._run(batch, cache)
+        step = self._run(batch, cache)
         samples = len(batch.logit_rows)
-        if len(self._logits) < samples:
-            self._logits = torch.empty(_capacity(samples), self.config.vocab_size)
-        logits = self._logits[:samples]
-        if samples:
-            last = torch.empty(samples, self.config.hidden_size)
-            self._pool.run(
-                self._normalise(hidden, last, batch.logit_rows),
-                operations.linear(
-                    last,
-                    self._weights.head,
-                    logits,
-                    scale=self.config.logits_scale,
-                    softcap=self.config.logits_softcap,
-                ),
-            )
-        return logits
+        if self._head is None or not self._head.fits(step, samples):
+            self._head = _Head(self.config, self._weights, step, _capacity(samples, 1))
+        return self._head.run(self._pool, batch.logit_rows)
 
     @torch.inference_mode()
     def hidden_states(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
         """As `forward`, but returns what the head would get of every row: the normalised last state [rows, hidden]."""
-        hidden = self._run(batch, cache)
+        hidden = self._run(batch, cache).hidden[: len(batch.token_ids)]
         out = torch.empty_like(hidden)
-        self._pool.run(self._normalise(hidden, out))
+        self._pool.run(_normalise(self.config, self._weights, hidden, out))
         return out
 
-    def _run(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+    def _run(self, batch: ForwardBatch, cache: PagedKVCache) -> NativeStep:
         if self._pool.cpus is not None and not self._pinned:
             self._pool.pin_caller()
             self._pinned = True
         rows = len(batch.token_ids)
-        if self._step is None or self._step.rows < rows or self._step.cache is not cache:
-            self._step = NativeStep(self.config, self._weights, self._pool, cache, _capacity(rows))
-        lengths = rope_lengths(batch, self.config.length_dependent_from is not None)
-        rotations = {rope: table.rows(batch.positions, lengths) for rope, table in self._rotary.items()}
-        return self._step.run(batch, rotations)
+        step = self._step
+        if step is None or step.rows < rows or step.cache is not cache:
+            capacity = _capacity(rows, _LEAST_ROWS)
+            step = NativeStep(self.config, self._weights, self._pool, cache, self._rotary, capacity)
+            self._step = step
+        rotations = {}
+        if self._gathered:
+            lengths = rope_lengths(batch, self.config.length_dependent_from is not None)
+            rotations = {rope: table.rows(batch.positions, lengths) for rope, table in self._gathered.items()}
+        step.run(batch, rotations)
+        return step
 
-    def _normalise(
-        self, hidden: torch.Tensor, out: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> operations.Operation:
-        config = self.config
-        return operations.rms_norm(
-            hidden, self._final_norm, out, config.norm_eps, offset=config.norm_offset, row_index=rows
+
+class _Head:
+    """The last norm and the logits of some rows of a step, laid out once for up to `capacity` of them."""
+
+    def __init__(self, config: ModelConfig, weights: NativeWeights, step: NativeStep, capacity: int) -> None:
+        self._step = step
+        self._capacity = capacity
+        self._rows = torch.zeros(capacity, dtype=torch.int64)
+        self._logits = torch.empty(capacity, config.vocab_size)
+        last = torch.empty(capacity, config.hidden_size)
+        scale, softcap = config.logits_scale, config.logits_softcap
+        parts = (
+            _normalise(config, weights, step.hidden, last, self._rows),
+            operations.linear(last, weights.head, self._logits, scale=scale, softcap=softcap),
         )
+        self._arguments = [each.arguments for each in parts]
+        self._program = Program(parts)
+        self._count = capacity
+
+    def fits(self, step: NativeStep, samples: int) -> bool:
+        """Whether it reads from this step and has room for so many rows."""
+        return self._step is step and samples <= self._capacity
+
+    def run(self, pool: KernelPool, rows: torch.Tensor) -> torch.Tensor:
+        """rows [samples] of the step's hidden states -> [samples, vocab]."""
+        count = len(rows)
+        if count:
+            self._rows[:count] = rows
+            if count != self._count:
+                self._count = count
+                for arguments in self._arguments:
+                    arguments.rows = count
+            pool.run_program(self._program)
+        return self._logits[:count]
 
 
-def _capacity(rows: int) -> int:
+def _normalise(
+    config: ModelConfig,
+    weights: NativeWeights,
+    hidden: torch.Tensor,
+    out: torch.Tensor,
+    rows: torch.Tensor | None = None,
+) -> operations.Operation:
+    norm = weights.vectors["final_norm.weight"]
+    return operations.rms_norm(hidden, norm, out, config.norm_eps, offset=config.norm_offset, row_index=rows)
+
+
+def _capacity(rows: int, least: int) -> int:
     """So many rows that buffers seldom grow."""
-    return max(_LEAST_ROWS, 1 << (rows - 1).bit_length())
+    return max(least, 1 << max(rows - 1, 0).bit_length())

@@ -19,6 +19,7 @@ from service.kernels.packed import PackedWeight
 from service.models.batch import ForwardBatch, PagedKVCache
 from service.models.config import LayerConfig, ModelConfig, RopeConfig
 from service.models.native_experts import mix_experts
+from service.models.rope import RotaryTable
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,13 @@ class NativeStep:
     """The operations of a step of up to `rows` rows, over one cache. Buffers are float32."""
 
     def __init__(
-        self, config: ModelConfig, weights: NativeWeights, pool: KernelPool, cache: PagedKVCache, rows: int
+        self,
+        config: ModelConfig,
+        weights: NativeWeights,
+        pool: KernelPool,
+        cache: PagedKVCache,
+        rotary: Mapping[RopeConfig, RotaryTable],
+        rows: int,
     ) -> None:
         self.rows = rows
         self.cache = cache
@@ -68,6 +75,7 @@ class NativeStep:
         width = config.intermediate_size
         self._token_ids = torch.zeros(rows, dtype=torch.int64)
         self._slots = torch.zeros(rows, dtype=torch.int64)
+        self._positions = torch.zeros(rows, dtype=torch.int64)
         self.hidden = torch.empty(rows, config.hidden_size)
         self._normed = torch.empty(rows, config.hidden_size)
         self._change = torch.empty(rows, config.hidden_size) if config.post_norm else self._normed
@@ -76,61 +84,91 @@ class NativeStep:
         self._attended = torch.empty(rows, heads)
         self._gate_up = torch.empty(rows, 2 * width)
         self._gated = torch.empty(rows, width)
+        # Of ropes that depend on lengths each row's cosines and sines; of the others tables by position.
         self._rotations = {
-            layer.rope: (
-                torch.empty(rows, layer.rope.rotary_dim // 2),
-                torch.empty(rows, layer.rope.rotary_dim // 2),
-            )
-            for layer in config.layers
-            if layer.rope is not None
+            rope: (torch.empty(rows, rope.rotary_dim // 2), torch.empty(rows, rope.rotary_dim // 2))
+            for rope in rotary
+            if rope.depends_on_length
         }
+        self._tables = {rope: table for rope, table in rotary.items() if not rope.depends_on_length}
+        self._table_users: dict[RopeConfig, list[structures.Rope]] = {rope: [] for rope in self._tables}
+        self._kept_tables: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._known_positions = 0
         self._sequences = (structures.Sequence * 0)()
+        self._block_tables = torch.zeros(0, 0, dtype=torch.int64)
         self._parts: list[_Part] = [_Part()]
         self._lay_out()
         built = [each.arguments for part in self._parts for each in part.operations]
         self._attentions = [each for each in built if isinstance(each, structures.Attention)]
         self._with_rows = [each for each in built if not isinstance(each, structures.Attention)]
+        self._set_rows = rows
+        self._set_sequences = 0
         for part in self._parts:
             part.program = Program(part.operations) if part.operations else None
 
     def run(
         self, batch: ForwardBatch, rotations: Mapping[RopeConfig, tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
-        """Computes the batch's hidden states [rows, hidden] before the last norm; valid until the next run.
+    ) -> None:
+        """Computes the batch's hidden states before the last norm, as the first rows of `hidden`, until the next run.
 
-        `rotations` are the rows' cosines and sines [rows, 1, rotary_dim / 2] for each rope.
+        `rotations` are the rows' cosines and sines [rows, 1, rotary_dim / 2] for each rope that depends on lengths.
         """
         rows = len(batch.token_ids)
         self._token_ids[:rows] = batch.token_ids
         self._slots[:rows] = batch.slot_mapping
+        self._positions[:rows] = batch.positions
         for rope, (cosines, sines) in rotations.items():
             own_cosines, own_sines = self._rotations[rope]
             own_cosines[:rows] = cosines[:, 0]
             own_sines[:rows] = sines[:, 0]
-        for arguments in self._with_rows:
-            arguments.rows = rows
+        # A step is mostly as large as the one before it, and whatever is not touched here costs nothing.
+        if rows != self._set_rows:
+            self._set_rows = rows
+            for arguments in self._with_rows:
+                arguments.rows = rows
         self._describe_sequences(batch)
         for part in self._parts:
             if part.program is not None:
                 self._pool.run_program(part.program)
             if part.between is not None:
                 part.between(rows)
-        return self.hidden[:rows]
 
     def _describe_sequences(self, batch: ForwardBatch) -> None:
-        count, tables = len(batch.sequences), batch.block_tables
-        if len(self._sequences) < count:
-            self._sequences = (structures.Sequence * (2 * count))()
+        tables = batch.block_tables
+        count, blocks = tables.shape
+        is_larger = len(self._sequences) < count or self._block_tables.shape[1] < blocks
+        if is_larger:
+            # Twice the need, so that this seldom happens.
+            places = max(len(self._sequences), 2 * count)
+            self._sequences = (structures.Sequence * places)()
+            width = max(self._block_tables.shape[1], 2 * blocks)
+            self._block_tables = torch.zeros(places, width, dtype=torch.int64)
+        self._block_tables[:count, :blocks] = tables
+        longest = 0
         for entry, each in zip(self._sequences, batch.sequences, strict=False):
             entry.query_start = each.query_start
             entry.query_length = each.query_length
             entry.context_length = each.context_length
-        address, stride, place = tables.data_ptr(), tables.stride(0), ctypes.addressof(self._sequences)
-        for attention in self._attentions:
-            attention.sequence_count = count
-            attention.sequences = place
-            attention.block_tables = address
-            attention.table_stride = stride
+            longest = max(longest, each.context_length)
+        if is_larger or count != self._set_sequences:
+            self._set_sequences = count
+            address, place = self._block_tables.data_ptr(), ctypes.addressof(self._sequences)
+            for attention in self._attentions:
+                attention.sequence_count = count
+                attention.sequences = place
+                attention.block_tables = address
+                attention.table_stride = self._block_tables.stride(0)
+        if longest > self._known_positions:
+            self._lengthen_tables(longest)
+
+    def _lengthen_tables(self, positions: int) -> None:
+        self._known_positions = max(positions, 2 * self._known_positions)
+        for rope, users in self._table_users.items():
+            cosines, sines = self._tables[rope].by_position(self._known_positions)
+            self._kept_tables[rope] = cosines, sines
+            for arguments in users:
+                arguments.cosine, arguments.sine = cosines.data_ptr(), sines.data_ptr()
+                arguments.table_rows = len(cosines)
 
     def _lay_out(self) -> None:
         config = self._config
@@ -154,23 +192,8 @@ class NativeStep:
             keys = qkv[:, query_size : query_size + kv_size]
             self._add_norm(keys, key_norm, keys)
             query_norm = key_norm = None
-        cosines, sines = (None, None) if layer.rope is None else self._rotations[layer.rope]
         keys, values = self.cache.keys[index], self.cache.values[index]
-        self._add(
-            operations.rotate_and_cache(
-                qkv,
-                self._query,
-                keys,
-                values,
-                self._slots,
-                cosine=cosines,
-                sine=sines,
-                query_norm=query_norm,
-                key_norm=key_norm,
-                eps=config.norm_eps,
-                norm_offset=config.norm_offset,
-            )
-        )
+        self._add_rotation(layer.rope, keys, values, query_norm, key_norm)
         self._add(
             operations.paged_attention(
                 self._query,
@@ -185,6 +208,39 @@ class NativeStep:
             )
         )
         self._add_to_hidden(f"{prefix}attention.output", self._attended, f"{prefix}attention_post_norm")
+
+    def _add_rotation(
+        self,
+        rope: RopeConfig | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        query_norm: torch.Tensor | None,
+        key_norm: torch.Tensor | None,
+    ) -> None:
+        cosines = sines = positions = None
+        if rope is not None and rope in self._tables:
+            cosines, sines = self._tables[rope].by_position(1)
+            positions = self._positions
+        elif rope is not None:
+            cosines, sines = self._rotations[rope]
+        operation = operations.rotate_and_cache(
+            self._qkv,
+            self._query,
+            keys,
+            values,
+            self._slots,
+            cosine=cosines,
+            sine=sines,
+            positions=positions,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            eps=self._config.norm_eps,
+            norm_offset=self._config.norm_offset,
+        )
+        if rope is not None and rope in self._tables:
+            assert isinstance(operation.arguments, structures.Rope)
+            self._table_users[rope].append(operation.arguments)
+        self._add(operation)
 
     def _lay_out_mlp(self, prefix: str, layer: LayerConfig) -> None:
         config = self._config

@@ -46,10 +46,22 @@ class RotaryTable:
             cos[rows], sin[rows] = part
         return cos, sin
 
+    def by_position(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of positions 0 ... positions - 1, and perhaps some more: [positions or more, rotary_dim / 2].
+
+        For a rope that does not depend on lengths. The tensors are valid for as long as they are held.
+        """
+        cos, sin = self._table(positions, 0)
+        return cos[:, 0], sin[:, 0]
+
     def _kept(self, positions: torch.Tensor, key: int) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self._table(int(positions.max()) + 1, key)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def _table(self, positions: int, key: int) -> tuple[torch.Tensor, torch.Tensor]:
         if key not in self._frequencies:
             self._frequencies[key] = inverse_frequencies(self._rope, key)
-        wanted = int(positions.max()) // _BLOCK + 1
+        wanted = -(-positions // _BLOCK)
         cos, sin = self._tables.get(key, (torch.empty(0, 1, self._rope.rotary_dim // 2),) * 2)
         have = len(cos) // _BLOCK
         if wanted > have:
@@ -57,7 +69,7 @@ class RotaryTable:
             cos = torch.cat([cos, *(block[0] for block in new)])
             sin = torch.cat([sin, *(block[1] for block in new)])
             self._tables[key] = cos, sin
-        return cos.index_select(0, positions), sin.index_select(0, positions)
+        return cos, sin
 
     def _computed(self, positions: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         frequencies = inverse_frequencies(self._rope, length)
