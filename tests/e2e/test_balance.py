@@ -17,7 +17,15 @@ from served import Server
 import numaserve
 from numaserve.v1 import inference_pb2
 
-FLAGS = ("--workers=4", "--kv-cache-memory=16MiB", "--dtype=float32", "--max-num-seqs=16", "--worker-ports=0")
+# The reference backend is slow enough that a stream of 400 tokens still runs when the next call comes.
+FLAGS = (
+    "--workers=4",
+    "--kv-cache-memory=16MiB",
+    "--dtype=float32",
+    "--max-num-seqs=16",
+    "--worker-ports=0",
+    "--backend=torch",
+)
 LONG: dict[str, Any] = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
 
