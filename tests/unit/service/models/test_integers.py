@@ -168,7 +168,16 @@ def test_a_missing_group_index_is_columns_in_order(tmp_path: Path) -> None:
         for name in [name for name in tensors if name.endswith("g_idx")]:
             del tensors[name]
 
-    assert plan_of(changed(tmp_path, FORMATS["gptq 4 sym"], drop_all)).integers == "gptq"
+    model_dir = changed(tmp_path, FORMATS["gptq 4 sym"], drop_all)
+    assert plan_of(model_dir).integers == "gptq"
+    edit_config(model_dir, quantization_config={**FORMATS["gptq 4 sym"].config, "desc_act": True})
+    with pytest.raises(CheckpointError, match=rf"{Q}.qweight has no {Q}.g_idx, and desc_act is true"):
+        plan_of(model_dir)
+
+
+def test_order_of_activation_with_one_group_to_a_row_is_served(tmp_path: Path) -> None:
+    format = gptq_format(4, 0, True, desc_act=True)
+    assert plan_of(changed(tmp_path, format, lambda _: None)).integers == "gptq"
 
 
 def test_scales_of_activations_and_of_the_cache_are_left_out(tmp_path: Path) -> None:
