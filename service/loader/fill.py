@@ -90,7 +90,8 @@ def fill(
     checkpoint tensors that were read, sorted by name: files that hold the same tensors agree however they are sharded,
     and whatever they are converted to.
     `on_progress` gets the bytes of the plan filled since its last call; calls come from several threads, one at a time.
-    Each thread holds a few chunks of 4 MiB at most.
+    Each thread holds a few chunks of 4 MiB at most; of a matrix of integers also its scales and zero points, and up to
+    16 chunks where its file has the columns one after the other.
     Raises CheckpointError when a file is cut short or cannot be read.
     """
     jobs = [job for tensor in plan.tensors for job in _jobs_of(tensor, destinations[tensor.name])]

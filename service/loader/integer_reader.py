@@ -135,7 +135,7 @@ class IntegerReader:
             block = self._read_words(first // in_word, end // in_word, digest if first == 0 else None)
             for row in range(0, end - first, at_once):
                 words = block[:, row // in_word : (row + at_once) // in_word]
-                yield _columns_of_words(words, part) if part.layout == "gptq" else _rows_of_words(words)
+                yield _unpack(words.t(), part.scheme.bits) if part.layout == "gptq" else _rows_of_words(words)
         self.digests.append(digest_entry(source, digest.hexdigest()))
 
     def _read_words(self, begin: int, end: int, digest: hashlib._Hash | None) -> torch.Tensor:
@@ -180,12 +180,11 @@ def _in_awq_order(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.view(len(numbers), -1, 8)[..., _AWQ_PLACES].flatten(1)
 
 
-def _columns_of_words(words: torch.Tensor, part: IntegerPart) -> torch.Tensor:
-    """[columns / n, count] words of n columns each -> [count, columns]."""
-    numbers = _unpack(words, part.scheme.bits).view(*words.shape, -1)
-    return numbers.permute(1, 0, 2).reshape(words.shape[1], -1)
-
-
 def _rows_of_words(words: torch.Tensor) -> torch.Tensor:
-    """[columns, count / 8] words of eight rows each -> [count, columns]."""
-    return _in_awq_order(_unpack(words, 4)).t().contiguous()
+    """[columns, n] words of eight rows each -> [8 n, columns]."""
+    # Whole words are turned over, which is eight times less work than their numbers.
+    by_row = words.t().contiguous()
+    numbers = [
+        by_row.bitwise_right_shift(4 * place).bitwise_and_(15).to(torch.uint8) for place in _AWQ_PLACES
+    ]
+    return torch.stack(numbers, 1).flatten(0, 1)

@@ -102,6 +102,10 @@ def find_integers(
     _check_zeros(part)
     if index is not None:
         _check_group_index(part, index)
+    elif stored.needs_group_index and part.groups > 1:
+        raise CheckpointError(
+            values.file, f"tensor {values.name} has no {module}.g_idx, and desc_act is true"
+        )
     if stated is not None:
         _check_stated_shape(part, stated)
     return part

@@ -29,13 +29,15 @@ class StoredQuantization:
     """How a checkpoint holds the matrices that it holds rounded; which ones those are, its tensors say.
 
     `method` is "fp8", "gptq", "awq" or "compressed-tensors"; `schemes` are those that its integers may have.
-    `zeros_less_one` is true where each zero point is stored as one less. `scale_block` is the block that shares one scale in
+    `zeros_less_one` is true where each zero point is stored as one less; `needs_group_index` where columns may be in order
+    of activation, so that which group each belongs to must be stated. `scale_block` is the block that shares one scale in
     fp8, as rows and columns; None where scales are per tensor or row.
     """
 
     method: str
     schemes: tuple[IntegerScheme, ...] = ()
     zeros_less_one: bool = False
+    needs_group_index: bool = False
     scale_block: tuple[int, int] | None = None
 
 
@@ -127,7 +129,8 @@ def _read_gptq(section: _Section) -> StoredQuantization:
     if section.get("pack_dtype", "int32") != "int32":
         raise section.error("pack_dtype", f"{section.get('pack_dtype')!r} is not supported; int32 is")
     schemes = dict.fromkeys(_gptq_scheme(each) for each in [section, *_gptq_overrides(section)])
-    return StoredQuantization("gptq", tuple(schemes), zeros_less_one=packing == "gptq")
+    by_activation = section.get("desc_act", False) is not False
+    return StoredQuantization("gptq", tuple(schemes), packing == "gptq", needs_group_index=by_activation)
 
 
 def _gptq_overrides(section: _Section) -> Iterator[_Section]:

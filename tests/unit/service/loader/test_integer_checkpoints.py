@@ -186,3 +186,18 @@ def test_biases_of_the_model_are_used_and_those_of_zeros_left_out(
     write_tensors(quantized, tensors)
     expected = logits_of(plain, "torch", monkeypatch)
     torch.testing.assert_close(logits_of(quantized, "cpu", monkeypatch), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (64,), (64, 1)])
+def test_one_scale_for_a_matrix_or_a_row(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    quantized, _, integers = make_quantized_model(tmp_path, FORMATS["w8a8"], num_hidden_layers=1)
+    tensors = load_file(quantized / "model.safetensors")
+    module = "model.layers.0.mlp.down_proj"
+    scale = torch.rand(shape) + 0.5
+    write_tensors(quantized, {**tensors, f"{module}.weight_scale": scale})
+    plan = packed_plan(quantized)
+    packed = native_weights(plan.tensors, fill_memory(plan)[0]).matrices["layers.0.mlp.down.weight"]
+    library = load()
+    assert library is not None
+    found = KernelPool(library, threads=1).unpack(packed)
+    assert torch.equal(found, (integers[module].values - 128).float() * scale.reshape(-1, 1))

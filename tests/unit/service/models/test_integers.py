@@ -15,9 +15,8 @@ from quantized_checkpoints import (
     write_tensors,
 )
 from safetensors.torch import load_file
-from tiny_models import make_tiny_model
 
-from service.backends import lay_out_for
+from service import backends
 from service.loader.checkpoint import CheckpointError, open_checkpoint
 from service.loader.fill import fill
 from service.loader.model_size import measure
@@ -169,7 +168,16 @@ def test_a_missing_group_index_is_columns_in_order(tmp_path: Path) -> None:
         for name in [name for name in tensors if name.endswith("g_idx")]:
             del tensors[name]
 
-    assert plan_of(changed(tmp_path, FORMATS["gptq 4 sym"], drop_all)).integers == "gptq"
+    model_dir = changed(tmp_path, FORMATS["gptq 4 sym"], drop_all)
+    assert plan_of(model_dir).integers == "gptq"
+    edit_config(model_dir, quantization_config={**FORMATS["gptq 4 sym"].config, "desc_act": True})
+    with pytest.raises(CheckpointError, match=rf"{Q}.qweight has no {Q}.g_idx, and desc_act is true"):
+        plan_of(model_dir)
+
+
+def test_order_of_activation_with_one_group_to_a_row_is_served(tmp_path: Path) -> None:
+    format = gptq_format(4, 0, True, desc_act=True)
+    assert plan_of(changed(tmp_path, format, lambda _: None)).integers == "gptq"
 
 
 def test_scales_of_activations_and_of_the_cache_are_left_out(tmp_path: Path) -> None:
@@ -214,15 +222,18 @@ def test_group_index_of_a_file_that_is_cut(tmp_path: Path) -> None:
         plan_weights(parse_config(checkpoint.config), checkpoint)
 
 
-@pytest.mark.parametrize("backend", ["torch"])
-def test_other_backends_refuse_integers_by_flag(tmp_path: Path, backend: str) -> None:
-    model_dir, _, _ = make_quantized_model(tmp_path, FORMATS["gptq 4 sym"], num_hidden_layers=1)
-    with pytest.raises(
-        ConfigError,
-        match=r"quant_method: 'gptq' weights of integers are read by --backend cpu alone, not by torch",
-    ):
-        measure(model_dir, backend=backend)
-    assert lay_out_for("torch", plan_of(make_tiny_model(tmp_path / "plain"))).integers == ""
+def test_torch_refuses_integers_by_flag_and_says_why_it_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir, plain, _ = make_quantized_model(tmp_path, FORMATS["gptq 4 sym"], num_hidden_layers=1)
+    problem = "quant_method: 'gptq' weights of integers are read by --backend cpu alone, not by torch"
+    monkeypatch.setattr(backends, "why_unusable", lambda: None)
+    with pytest.raises(ConfigError, match=f"{problem}$"):
+        measure(model_dir, backend="torch")
+    monkeypatch.setattr(backends, "why_unusable", lambda: "native CPU kernels were not built")
+    with pytest.raises(ConfigError, match=f"{problem}: native CPU kernels were not built$"):
+        measure(model_dir, backend="torch")
+    assert measure(plain, backend="torch").dtype == "float32"
 
 
 def test_sizes_are_those_of_the_integers(tmp_path: Path) -> None:
