@@ -181,3 +181,7 @@ class Segment:
     def populate(self) -> None:
         """Fault every page in: what follows then waits for none, and each process can be asked where they are."""
         self.mapping.advise(MADV_POPULATE_READ)
+
+    def close(self) -> None:
+        """Unmap. Every view made before is invalid from here on."""
+        self.mapping.close()

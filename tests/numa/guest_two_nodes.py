@@ -173,13 +173,13 @@ if __name__ == "__main__":
         for function in (
             describe_host,
             memory_limit,
-            demo,
             replicate,
             refused_calls,
             shared_files,
             cpuset,
             interleave,
             node_filled_while_loading,
+            demo,
         )
     }
     chosen = sys.argv[4:] or list(every)
