@@ -148,7 +148,9 @@ def memory_limit() -> Facts:
 
 def interleave() -> Facts:
     """Each node has room for half of the weights but not for all of them."""
-    with filled((0, ROOM_MIB), (1, ROOM_MIB)), serve_preloaded(MODEL) as server:
+    # A cache that is planned for and hardly touched: what it does not take keeps the libraries' pages in memory.
+    large_cache = f"--kv-cache-memory={CACHE_MIB}MiB"
+    with filled((0, ROOM_MIB), (1, ROOM_MIB)), serve_preloaded(MODEL, large_cache) as server:
         return observe(server)
 
 
@@ -164,8 +166,9 @@ def node_filled_while_loading() -> Facts:
     return {"status": status, "log": log.splitlines()}
 
 
-# A copy takes 82 MB of weights, 256 of its unit and 120 of its worker, and 105 stay free; half a copy 167 less.
-ROOM_MIB = 480
+# A copy takes 82 MB of weights, 256 of its unit, 120 of its worker and the cache, and 105 stay free; half a copy 167 less.
+CACHE_MIB = 404
+ROOM_MIB = 476 + CACHE_MIB
 
 if __name__ == "__main__":
     every = {
@@ -173,13 +176,13 @@ if __name__ == "__main__":
         for function in (
             describe_host,
             memory_limit,
-            demo,
             replicate,
             refused_calls,
             shared_files,
             cpuset,
             interleave,
             node_filled_while_loading,
+            demo,
         )
     }
     chosen = sys.argv[4:] or list(every)

@@ -132,3 +132,14 @@ def test_damaged_or_foreign_descriptors_are_refused(manifest: FileManifest) -> N
             FileManifest.read(raw_memfd(data, seals))
     with pytest.raises(SegmentError, match="no-such-file: cannot be opened"):
         open_segment(replace(manifest, files=(WeightsFile("/no-such-file", 1, 1, 1, 1),)).seal())
+
+
+def test_a_segment_that_is_closed_maps_nothing(files: list[Path], manifest: FileManifest) -> None:
+    builder = SegmentBuilder("closing0", "plain", "uint8", [TensorSpec("t", "uint8", (1,), 1)])
+    builder.destinations()["t"][:] = b"z"
+    for fd, name in ((manifest.seal(), str(files[0])), (builder.seal("d"), "closing0")):
+        segment = open_segment(fd)
+        os.close(fd)
+        assert name in Path("/proc/self/maps").read_text()
+        segment.close()
+        assert name not in Path("/proc/self/maps").read_text()
