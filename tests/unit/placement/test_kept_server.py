@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,35 @@ def test_descriptors_meant_for_another_process_are_left_alone() -> None:
     environment = {"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": "numaserve-state-0", "HOME": "/"}
     assert Notifier({}).inherit(environment) is None
     assert environment == {"HOME": "/"}
+
+
+def test_the_store_gets_a_whole_set_before_the_last_one_goes(tmp_path: Path) -> None:
+    events: list[tuple[str, str]] = []
+    documents: list[KeptServer] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, socket.socket() as port:
+        manager.bind(str(tmp_path / "notify"))
+        manager.setblocking(False)
+        notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+
+        def keep(kept: KeptServer) -> None:
+            notifier.keep(kept, port.fileno(), [make_segment()])
+            while True:
+                try:
+                    data, descriptors, _, _ = socket.recv_fds(manager, 1 << 16, 4)
+                except BlockingIOError:
+                    return
+                lines = data.decode().split("\n")
+                events.append((lines[0], lines[-1].removeprefix("FDNAME=numaserve-")))
+                if "state" in lines[-1] and descriptors:
+                    documents.append(KeptServer.from_json(os.pread(descriptors[0], 1 << 16, 0).decode()))
+
+        notifier.assume(replace(KEPT, generation=6))
+        keep(KEPT)
+        keep(replace(KEPT, generation=8))
+    stored, removed = "FDSTORE=1", "FDSTOREREMOVE=1"
+    names = ("segment-{}-0", "port-{}", "state-{}")
+    assert events[:3] == [(stored, name.format(7)) for name in names]
+    assert sorted(events[3:6]) == sorted((removed, name.format(6)) for name in names)
+    assert events[6:9] == [(stored, name.format(8)) for name in names]
+    assert events[9:] == [(removed, name.format(7)) for name in names]
+    assert [document.generation for document in documents] == [7, 8]
