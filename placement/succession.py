@@ -202,6 +202,8 @@ class Succession:
             self._promote(change, self.coming)
         elif change.phase in (Phase.DRAINING, Phase.UNDOING) and not self.leaving:
             self._finish(change)
+            # One that waited begins now: no event need come that would start another turn.
+            self._go_on()
 
     def _start_first(self) -> None:
         if self.current.serving:
