@@ -272,7 +272,7 @@ class Succession:
             drained=drained,
         )
         self.coming = coming
-        log.info("%s: generation %d is loaded", self.change.what, coming.number)
+        log.info("%s: generation %d is being loaded", self.change.what, coming.number)
         self._enter(Phase.LOADING)
         coming.start(self.current)
 

@@ -12,7 +12,7 @@ from placement.verification import Check, repair_cache, verify_cache, verify_seg
 
 SEGMENT_REPAIR = (
     "its pages are mapped by several processes, so the kernel does not move them: "
-    "restart the server to place them anew"
+    "reload the model to place them anew"
 )
 
 

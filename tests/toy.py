@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
 class Toy:
     """A running launcher over toy_service."""
 
-    def __init__(self, directory: Path, *counts: int, **options: str) -> None:
+    def __init__(self, directory: Path, *counts: int, take_over: bool = False, **options: str) -> None:
         self.directory = directory
         self.runtime_dir = directory / "run"
         service_config = json.dumps({"directory": str(directory), **options})
@@ -27,7 +27,11 @@ class Toy:
             [*command, *map(str, counts)],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"},
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
+                **({"TAKE_OVER": "1"} if take_over else {}),
+            },
         )
         self.log = LogWatcher(self.process)
 

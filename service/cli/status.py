@@ -48,8 +48,13 @@ def render(status: control_pb2.GetStatusResponse) -> str:
         f"{status.model} on {status.address}: {status.state} for {status.uptime_seconds:.0f} s "
         f"(launcher pid {status.launcher_pid}, version {status.version})",
         f"placement: {status.placement_policy}, because {status.placement_reason}",
-        "",
+        f"weights: {status.model_dir}, generation {status.generation}",
     ]
+    if status.change:
+        lines.append(f"under way: {status.change}, {status.change_phase}")
+    if status.last_error:
+        lines.append(f"the last change failed: {status.last_error}")
+    lines.append("")
     for segment in status.segments:
         lines.append(
             f"segment {segment.unit}: {_mib(segment.bytes)} {segment.dtype}, {segment.verdict}: {segment.explanation}"

@@ -57,6 +57,28 @@ def test_bench_memory_measures_one_copy(tiny_model: Path, tmp_path: Path) -> Non
     assert 0 < report["server"][1]["added_per_worker"] < 120 << 20
 
 
+@pytest.mark.timeout(600)
+def test_bench_recovery_measures_every_event(tiny_model: Path, tmp_path: Path) -> None:
+    done = run_script(
+        *(sys.executable, ROOT / "scripts" / "bench_recovery", "--model", tiny_model, "--repeats=1"),
+        *("--port", free_port(), "--json", tmp_path / "recovery.json"),
+        *("--", "--kv-cache-memory=8MiB", "--dtype=float32"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (report,) = json.loads((tmp_path / "recovery.json").read_text())
+    assert [event["event"] for event in report["events"]] == [
+        "a plain process loads it",
+        "fresh start",
+        "worker killed",
+        "worker and zygote killed",
+        "reload: first new answer",
+        "reload: old memory free",
+        "upgrade in place",
+        "killed, restarted from the store",
+    ]
+    assert all(event["seconds"] > 0 for event in report["events"])
+
+
 def test_bench_engine_measures_every_part(tiny_model: Path, tmp_path: Path) -> None:
     done = run_script(
         *(sys.executable, ROOT / "scripts" / "bench_engine", "--model", tiny_model, "--steps", "3"),

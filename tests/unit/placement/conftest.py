@@ -13,7 +13,7 @@ from toy import Toy
 def start(tmp_path: Path) -> Iterator:
     running: list[Toy] = []
 
-    def starter(*counts: int, **options: str) -> Toy:
+    def starter(*counts: int, **options: object) -> Toy:
         running.append(Toy(tmp_path, *(counts or (2,)), **options))
         return running[-1]
 

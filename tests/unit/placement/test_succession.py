@@ -11,6 +11,8 @@ import pytest
 from served import wait_until_gone
 from toy import Toy
 
+from placement.hand_over import take_over
+
 
 def next_is(toy: Toy, **changes: object) -> None:
     (toy.directory / "next").write_text(json.dumps(changes))
@@ -86,7 +88,7 @@ def test_a_reload_while_the_zygote_dies_starts_one_of_its_own(start) -> None:
     os.kill(zygote, signal.SIGSTOP)
     next_is(toy, counts=[1], contents="new weights")
     toy.process.send_signal(signal.SIGHUP)
-    toy.log.wait_for("generation 1 is loaded")
+    toy.log.wait_for("generation 1 is being loaded")
     os.kill(zygote, signal.SIGKILL)
     toy.log.wait_for("reload: done")
     assert toy.ask(0)["contents"] == "new weights"
@@ -97,7 +99,7 @@ def test_hang_ups_during_a_reload_lead_to_one_more(start) -> None:
     toy.log.wait_for("ready: toy")
     next_is(toy, counts=[1])
     toy.process.send_signal(signal.SIGHUP)
-    toy.log.wait_for("generation 1 is loaded")
+    toy.log.wait_for("generation 1 is being loaded")
     for _ in range(3):
         mark = len(toy.log.lines)
         toy.process.send_signal(signal.SIGHUP)
@@ -130,7 +132,65 @@ def test_a_server_told_to_stop_during_a_reload_ends_in_order(start) -> None:
     os.kill(zygote, signal.SIGSTOP)
     next_is(toy, counts=[1])
     toy.process.send_signal(signal.SIGHUP)
-    toy.log.wait_for("generation 1 is loaded")
+    toy.log.wait_for("generation 1 is being loaded")
     toy.process.send_signal(signal.SIGTERM)
     assert toy.process.wait(30) == 0
     assert not toy.runtime_dir.exists()
+
+
+def test_a_new_launcher_takes_segments_over_and_the_old_one_ends(start) -> None:
+    toy = start(2)
+    toy.log.wait_for("ready: toy")
+    before = toy.ask(0)
+    for generation in (1, 2):
+        successor = start(2, take_over=True)
+        successor.log.wait_for("ready: toy")
+        assert toy.process.wait(30) == 0
+        answers = [successor.ask(worker) for worker in range(2)]
+        assert {answer["generation"] for answer in answers} == {generation}
+        assert {answer["contents"] for answer in answers} == {before["contents"]}
+        wait_until_gone([before["pid"], before["parent"]])
+        assert segments(successor) == 1
+        toy, before = successor, answers[0]
+    assert toy.loads() == 1
+    next_is(toy, counts=[1], contents="new weights")
+    reload(toy)
+    assert toy.ask(0)["contents"] == "new weights"
+    toy.process.send_signal(signal.SIGTERM)
+    assert toy.process.wait(30) == 0
+    assert not toy.runtime_dir.exists()
+
+
+@pytest.mark.parametrize("fault", ["fails its trial", "crashes"])
+def test_a_new_launcher_that_fails_leaves_the_old_one_serving(start, fault: str) -> None:
+    toy = start(1)
+    toy.log.wait_for("ready: toy")
+    before = toy.ask(0)
+    successor = start(1, take_over=True, worker=fault)
+    assert successor.process.wait(30) in (2, 3)
+    toy.log.wait_for("is gone; this server goes on")
+    assert toy.ask(0) == before
+    next_is(toy, counts=[1], contents="new weights")
+    reload(toy)
+    assert toy.ask(0)["contents"] == "new weights"
+
+
+def test_nothing_is_handed_over_during_a_reload_and_no_reload_begins_during_a_hand_over(start) -> None:
+    toy = start(1)
+    toy.log.wait_for("ready: toy")
+    zygote = toy.ask(0)["parent"]
+    os.kill(zygote, signal.SIGSTOP)
+    next_is(toy, counts=[1])
+    toy.process.send_signal(signal.SIGHUP)
+    toy.log.wait_for("generation 1 is being loaded")
+    assert start(1, take_over=True).process.wait(30) == 1
+    assert "is being changed" in toy.log.wait_for("handed nothing over")["message"]
+    os.kill(zygote, signal.SIGCONT)
+    toy.log.wait_for("reload: done")
+    inheritance = take_over(toy.runtime_dir, "0")
+    mark = len(toy.log.lines)
+    toy.process.send_signal(signal.SIGHUP)
+    toy.log.wait_for("SIGHUP: reload", after=mark)
+    assert not any("planning" in line["message"] for line in toy.log.lines[mark:])
+    inheritance.connection.close()
+    toy.log.wait_for("reload: done", after=mark)
