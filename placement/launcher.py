@@ -82,6 +82,8 @@ class LauncherConfig:
     log_format: str
     log_level: str
     hang_timeout: float = 60.0
+    metrics_host: str = ""
+    metrics_port: int | None = None
     plan_entry: str = ""
     plan_request: str = "{}"
     model_dir: str = ""
@@ -154,7 +156,13 @@ class Launcher:
         self._control = ControlLink(
             self._events,
             config.control_module,
-            ControlConfig(str(control_socket(config.runtime_dir)), config.log_format, config.log_level),
+            ControlConfig(
+                str(control_socket(config.runtime_dir)),
+                config.log_format,
+                config.log_level,
+                config.metrics_host,
+                config.metrics_port,
+            ),
             self._board.fd,
             self._on_order,
         )

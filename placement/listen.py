@@ -48,6 +48,15 @@ def reserve_port(host: str, port: int) -> socket.socket:
         raise PortUnavailable(error.errno or 0, f"--host {host}: {error.strerror or error}") from error
 
 
+def check_free(host: str, port: int, flag: str) -> None:
+    """Raises PortUnavailable, naming the flag, where nobody could listen on `host:port` now."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        _bound(family, (host, port), reuse_port=False).close()
+    except OSError as error:
+        raise PortUnavailable(error.errno or 0, f"{flag} {port}: {error.strerror or error}") from error
+
+
 def format_address(host: str, port: int) -> str:
     """`host:port` as gRPC takes it, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -190,6 +190,8 @@ class ControlConfig:
     socket_path: str
     log_format: str
     log_level: str
+    metrics_host: str = ""
+    metrics_port: int | None = None
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,14 @@ import grpc
 
 from numaserve.v1 import control_pb2, control_pb2_grpc
 from placement.board import Board, BoardRow, WorkerState
+from placement.listen import format_address
 from placement.logs import configure_logging
 from placement.messages import Channel, ControlConfig, SegmentState, ServerState, WorkerPlace
 from placement.orders import DrainOrder, OrderDone, ReloadOrder, ScaleOrder
 from placement.residency import ProcessMemory, process_memory
 from placement.segment import MEMFD_PREFIX
 from placement.verification import verify_cache
+from service.metrics import MetricsServer
 from service.servicers.errors import FieldViolation, InvalidRequest, abort, abort_invalid
 from service.servicers.reflection import ReflectionServicer
 from service.verify import node_pages, verify
@@ -181,6 +183,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         if answer is not None and not answer.done():
             answer.set_result(done)
 
+    async def measure_now(self) -> control_pb2.GetStatusResponse | None:
+        """What GetStatus would answer; None before the launcher has told anything."""
+        return None if self.state is None else await asyncio.to_thread(self._measure, self.state)
+
     def _read_row(self, row: int) -> BoardRow:
         return self._board.read(row) if row >= 0 else BoardRow()
 
@@ -242,8 +248,29 @@ async def serve(channel: Channel, config: ControlConfig, board: Board) -> None:
             servicer.on_done(received[0])
 
     loop.add_reader(channel.fileno(), on_message)
+    metrics = start_metrics(config, servicer, loop)
     await gone.wait()
+    if metrics is not None:
+        metrics.close()
     await server.stop(None)
+
+
+def start_metrics(
+    config: ControlConfig, servicer: ControlServicer, loop: asyncio.AbstractEventLoop
+) -> MetricsServer | None:
+    """Serve metrics where that is asked for; a port that is taken by now is logged, and costs the metrics alone."""
+    if config.metrics_port is None:
+        return None
+    try:
+        metrics = MetricsServer(config.metrics_host, config.metrics_port, servicer.measure_now, loop)
+    except OSError as error:
+        log.error(
+            "--metrics-port %d: %s; no metrics are served", config.metrics_port, error.strerror or error
+        )
+        return None
+    address = format_address(config.metrics_host, metrics.port)
+    log.info("metrics on http://%s/metrics", address)
+    return metrics
 
 
 def main() -> None:

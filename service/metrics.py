@@ -152,6 +152,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
     allow_reuse_address = True
+    # In an upgrade in place the server before this one listens a little longer.
+    allow_reuse_port = True
 
 
 class _Server6(_Server):

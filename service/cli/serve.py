@@ -17,7 +17,7 @@ from typing import cast
 from placement.fd_store import Notifier
 from placement.kept_server import Inheritance, NotUsable
 from placement.launcher import Launcher, LauncherConfig
-from placement.listen import PortUnavailable, format_address, reserve_port
+from placement.listen import PortUnavailable, check_free, format_address, reserve_port
 from placement.logs import configure_logging
 from placement.permissions import probe_permissions
 from placement.plan import Plan, PlanRequest, make_plan
@@ -83,6 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FIRST",
         help="worker i also listens on port FIRST + i; 0 picks free ones, which GetStatus lists",
     )
+    network.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="serve Prometheus metrics over HTTP on --host; 0 picks a free one, which the log tells (default: none)",
+    )
     network.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the unix sockets lie")
     network.add_argument("--channelz", action="store_true", help="serve grpc.channelz.v1 on every port")
     add_placement_flags(parser)
@@ -132,6 +138,8 @@ def check_numbers(args: argparse.Namespace) -> None:
             raise ValueError(f"--{flag.replace('_', '-')} must be 1 or more, not {getattr(args, flag)}")
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port must be 0 to 65535, not {args.port}")
+    if args.metrics_port is not None and not 0 <= args.metrics_port <= 65535:
+        raise ValueError(f"--metrics-port must be 0 to 65535, not {args.metrics_port}")
     if args.worker_ports is not None and not 0 <= args.worker_ports <= 65535:
         raise ValueError(f"--worker-ports must be 0 to 65535, not {args.worker_ports}")
     if args.max_num_batched_tokens < args.max_num_seqs:
@@ -189,6 +197,9 @@ def launcher_config(
     args: argparse.Namespace, plan: Plan, request: PlanRequest, service: ServiceConfig
 ) -> LauncherConfig:
     """Everything that the launcher and its children need. Raises PortUnavailable."""
+    # A server that hands over listens on its own until this one serves.
+    if args.metrics_port and args.inheritance is None:
+        check_free(args.host, args.metrics_port, "--metrics-port")
     port_holder = _port_holder(args)
     port = port_holder.getsockname()[1]
     runtime_dir = args.runtime_dir or default_runtime_dir(port)
@@ -213,6 +224,8 @@ def launcher_config(
         log_format=args.log_format,
         log_level=args.log_level,
         hang_timeout=args.hang_timeout,
+        metrics_host=args.host,
+        metrics_port=args.metrics_port,
         plan_entry="service.replan:replan",
         plan_request=request_to_json(request),
         model_dir=service.model_dir,

@@ -1,6 +1,7 @@
 """Metrics say what GetStatus says, in Prometheus' form."""
 
 import asyncio
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -118,6 +119,12 @@ def test_before_the_first_state_there_is_nothing_to_tell(scraped: Scraped) -> No
     assert scraped.samples() == {}
 
 
-def test_a_taken_port_is_an_error(scraped: Scraped) -> None:
-    with pytest.raises(OSError, match="in use"):
-        MetricsServer("127.0.0.1", scraped.server.port, scraped._read, scraped.loop)
+def test_a_port_that_strangers_hold_is_an_error(scraped: Scraped) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger, pytest.raises(OSError, match="in use"):
+        MetricsServer("127.0.0.1", stranger.getsockname()[1], scraped._read, scraped.loop)
+
+
+def test_a_successor_can_listen_beside_it(scraped: Scraped) -> None:
+    successor = MetricsServer("127.0.0.1", scraped.server.port, scraped._read, scraped.loop)
+    assert successor.port == scraped.server.port
+    successor.close()
