@@ -7,7 +7,7 @@ import time
 from contextlib import aclosing
 
 from service.engine.async_engine import AsyncEngine
-from service.engine.request import EngineRequest, SamplingParams
+from service.engine.request import EngineRequest, FinishReason, SamplingParams
 
 _PROMPT_TOKENS = 8
 _ANSWER_TOKENS = 4
@@ -35,6 +35,10 @@ async def try_out(engine: AsyncEngine, vocab_size: int, context_length: int) -> 
         async with aclosing(engine.generate(request)) as outputs:
             async for output in outputs:
                 tokens += output.token_ids
+                if output.finish_reason is FinishReason.ABORT:
+                    raise TrialFailed(
+                        "the trial request ended in an error; are its logits finite? See the log"
+                    )
                 for position in output.logprobs:
                     if position.chosen is None or not math.isfinite(position.chosen.logprob):
                         raise TrialFailed("the trial request got logits that are not finite numbers")

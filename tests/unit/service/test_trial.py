@@ -21,10 +21,17 @@ from service.trial import TrialFailed, try_out
 class Answering:
     """Gives the tokens asked for with one log probability, or fails."""
 
-    def __init__(self, logprob: float = -1.0, missing: int = 0, error: Exception | None = None) -> None:
+    def __init__(
+        self,
+        logprob: float = -1.0,
+        missing: int = 0,
+        error: Exception | None = None,
+        reason: FinishReason = FinishReason.LENGTH,
+    ) -> None:
         self.logprob = logprob
         self.missing = missing
         self.error = error
+        self.reason = reason
         self.request: EngineRequest | None = None
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput]:
@@ -34,7 +41,7 @@ class Answering:
         count = request.params.max_tokens - self.missing
         chosen = [PositionLogprobs(TokenLogprob(1, self.logprob, 1), ())] * count
         output = RequestOutput(request.request_id, token_ids=[1] * count, logprobs=chosen)
-        output.finish_reason = FinishReason.LENGTH
+        output.finish_reason = self.reason
         yield output
 
 
@@ -54,6 +61,7 @@ async def test_prompt_and_answer_fit_every_model(vocab: int, context: int) -> No
     [
         (Answering(math.nan), "not finite"),
         (Answering(-math.inf), "not finite"),
+        (Answering(missing=4, reason=FinishReason.ABORT), "ended in an error"),
         (Answering(missing=1), "3 tokens instead of 4"),
         (Answering(error=EngineUnavailable("the engine has failed")), "EngineUnavailable: the engine has"),
     ],
