@@ -16,7 +16,8 @@ from served import Server, is_gone, wait_until_gone
 
 import numaserve
 
-FLAGS = ("--workers-per-node=2", "--kv-cache-memory=16MiB", "--dtype=float32")
+# The reference backend is slow enough that a stream of 400 tokens still runs when something is done to the server.
+FLAGS = ("--workers-per-node=2", "--kv-cache-memory=16MiB", "--dtype=float32", "--backend=torch")
 PROMPT = "The quick brown fox"
 LONG = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
