@@ -10,7 +10,6 @@ from pathlib import Path
 from machine_limits import MachineLimits
 from model_work import model_work
 
-LONG_PROMPT = 512
 # Served decode and prefill over llama.cpp's: (ours, theirs, streams or 0 for prefill, at least, goal).
 RATIOS = (
     ("bf16", "bf16", 0, 1.8, 2.2),
@@ -41,6 +40,8 @@ class Sample:
 class Report:
     """Everything measured. `perplexity`: the sum of -log p and the number of tokens, by subject."""
 
+    prompt: int
+    long_prompt: int
     load_before: float
     load_after: float = 0.0
     samples: list[Sample] = field(default_factory=list)
@@ -90,34 +91,29 @@ def print_report(report: Report, model: Path, cpus: list[int]) -> None:
     if report.samples:
         _print_speed(report)
         _print_ratios(report)
-    if report.limits and report.decode("numaserve bf16", 1, _prompt(report)):
+    if report.limits and report.decode("numaserve bf16", 1, report.prompt):
         _print_limits(report, model)
     _print_context(report)
     _print_perplexity(report)
 
 
-def _prompt(report: Report) -> int:
-    lengths = [each.prompt for each in report.samples if each.part == "speed" and each.decode_rate]
-    return min(lengths, default=0)
-
-
 def _print_speed(report: Report) -> None:
-    prompt = _prompt(report)
+    prompt = report.prompt
     counts = sorted(
         {each.streams for each in report.samples if each.part == "speed" and each.prompt == prompt}
     )
-    heads = [f"prefill {length}" for length in (prompt, LONG_PROMPT)] + [
+    heads = [f"prefill {length}" for length in (prompt, report.long_prompt)] + [
         f"decode B={count}" for count in counts
     ]
     print(f"\n{'tokens/s':20}" + "".join(f"{head:>14}" for head in heads))
     for subject in report.subjects("speed"):
-        cells = [report.prefill(subject, 1, length) for length in (prompt, LONG_PROMPT)]
+        cells = [report.prefill(subject, 1, length) for length in (prompt, report.long_prompt)]
         cells += [report.decode(subject, count, prompt) for count in counts]
         print(f"{subject:20}" + "".join(f"{'-' if cell is None else f'{cell:.1f}':>14}" for cell in cells))
 
 
 def _print_ratios(report: Report) -> None:
-    prompt = _prompt(report)
+    prompt = report.prompt
     print(f"\n{'over llama.cpp':34}{'ratio':>8}{'at least':>10}{'goal':>8}")
     for ours, theirs, streams, least, goal in RATIOS:
         ratio = report.ratio(f"numaserve {ours}", f"llama.cpp {theirs}", streams, prompt)
@@ -139,7 +135,7 @@ def _print_agreement(report: Report) -> None:
 
 
 def _print_limits(report: Report, model: Path) -> None:
-    prompt = _prompt(report)
+    prompt = report.prompt
     reading = statistics.median(each.read_bytes for each in report.limits)
     computing = statistics.median(each.operations for each in report.limits)
     print(f"\nmachine: reads {reading / 1e9:.1f} GB/s, fused multiply-adds {computing / 1e9:.0f} GFLOP/s")
@@ -148,14 +144,16 @@ def _print_limits(report: Report, model: Path) -> None:
         if name != "numaserve":
             continue
         work = model_work(model, format)
-        decode, prefill = report.decode(subject, 1, prompt), report.prefill(subject, 1, LONG_PROMPT)
+        decode, prefill = report.decode(subject, 1, prompt), report.prefill(subject, 1, report.long_prompt)
         shares = []
         if decode is not None:
             used = decode * work.token_bytes(prompt)
             shares.append(f"B=1 reads {used / 1e9:.1f} GB/s, {used / reading:.0%}")
         if prefill is not None:
-            used = prefill / LONG_PROMPT * work.prompt_operations(LONG_PROMPT)
-            shares.append(f"prefill {LONG_PROMPT} does {used / 1e9:.0f} GFLOP/s, {used / computing:.0%}")
+            used = prefill / report.long_prompt * work.prompt_operations(report.long_prompt)
+            shares.append(
+                f"prefill {report.long_prompt} does {used / 1e9:.0f} GFLOP/s, {used / computing:.0%}"
+            )
         print(f"{subject:20}{'; '.join(shares)}")
 
 

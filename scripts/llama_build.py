@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -22,7 +23,7 @@ PEER = Path(__file__).resolve().parent / "llama_peer.py"
 # Everything that is not the library itself stays unbuilt.
 CMAKE_ARGS = (
     "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF "
-    "-DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF"
+    "-DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_COMMON=OFF"
 )
 
 
@@ -42,7 +43,9 @@ def ensure_llama(requirement: str, jobs: int) -> Path:
     print(f"building {requirement} for this machine into {venv}; this takes a while", file=sys.stderr)
     _run([sys.executable, "-m", "venv", venv])
     environment = {**os.environ, "CMAKE_ARGS": CMAKE_ARGS, "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs)}
-    _run([python, "-m", "pip", "install", "--no-binary", "llama-cpp-python", requirement], environment)
+    # In folders that stay, so that a build which was broken off goes on where it was.
+    place = f"build-dir={CACHE / 'build'}"
+    _run([python, "-m", "pip", "install", _unpacked(python, requirement), "-C", place], environment)
     if not _works(python):
         raise LlamaBuildError(f"{requirement} was installed into {venv} but cannot be imported there")
     return python
@@ -108,6 +111,22 @@ def write_gguf(model: Path, target: Path) -> None:
 
 def _tensors(model: Path) -> list[tuple[str, torch.Tensor]]:
     return [item for file in sorted(model.glob("model*.safetensors")) for item in load_file(file).items()]
+
+
+def _unpacked(python: Path, requirement: str) -> Path:
+    """The folder of the source distribution."""
+    folder = CACHE / "source" / requirement.replace("==", "-")
+    if not folder.exists():
+        sdists = CACHE / "sdist"
+        source_only = "--no-binary=llama-cpp-python"
+        _run([python, "-m", "pip", "download", "--no-deps", source_only, "-d", sdists, requirement])
+        (archive,) = sdists.glob("*.tar.gz")
+        with tarfile.open(archive) as opened, tempfile.TemporaryDirectory(dir=CACHE) as unpacked:
+            opened.extractall(unpacked, filter="data")
+            (only,) = Path(unpacked).iterdir()
+            folder.parent.mkdir(exist_ok=True)
+            only.rename(folder)
+    return folder
 
 
 def _pair_rotated_rows(weight: torch.Tensor, heads: int) -> torch.Tensor:

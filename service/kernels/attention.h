@@ -100,7 +100,11 @@ struct Softmax {
     }
 };
 
+// The exponential of a running maximum less the new one, most often 0 or minus infinity.
 inline float exp_of(float x) {
+    if (x == 0.0F || x == kMinusInfinity) {
+        return x == 0.0F ? 1.0F : 0.0F;
+    }
     float numbers[kLanes];
     simd::store(numbers, simd::exp(simd::splat(x)));
     return numbers[0];
@@ -332,32 +336,64 @@ class UnitAttention {
         return own.end - own.begin == kBlock;
     }
 
+    // Where successive positions of a sequence lie in the cache, for one key-value head.
+    class Places {
+       public:
+        Places(const numaserve_attention& op, const Unit& unit, int64_t position, int64_t cache_bytes)
+            : block_(op.block_tables + unit.sequence * op.table_stride + position / op.block_size),
+              offset_(position % op.block_size),
+              block_size_(op.block_size),
+              row_bytes_(op.kv_heads * op.head_dim * cache_bytes),
+              head_bytes_(unit.kv_head * op.head_dim * cache_bytes) {}
+
+        int64_t next() {
+            const int64_t at = (*block_ * block_size_ + offset_) * row_bytes_ + head_bytes_;
+            if (++offset_ == block_size_) {
+                offset_ = 0;
+                ++block_;
+            }
+            return at;
+        }
+
+       private:
+        const int64_t* block_;
+        int64_t offset_;
+        int64_t block_size_;
+        int64_t row_bytes_;
+        int64_t head_bytes_;
+    };
+
     void find_rows(const Unit& unit, int64_t start, Range keys) {
-        const int64_t* table = op_.block_tables + unit.sequence * op_.table_stride;
         const auto* key_cache = static_cast<const unsigned char*>(op_.keys);
         const auto* value_cache = static_cast<const unsigned char*>(op_.values);
         for (int64_t k = 0; k < kBlock; ++k) {
             if (k < keys.begin || k >= keys.end) {
                 keys_[k] = zero_row_;
                 values_[k] = zero_row_;
-                continue;
             }
-            const int64_t slot = table[(start + k) / op_.block_size] * op_.block_size + (start + k) % op_.block_size;
-            const int64_t at = (slot * op_.kv_heads + unit.kv_head) * op_.head_dim * cache_bytes_;
+        }
+        Places places(op_, unit, start + keys.begin, cache_bytes_);
+        for (int64_t k = keys.begin; k < keys.end; ++k) {
+            const int64_t at = places.next();
             keys_[k] = key_cache + at;
             values_[k] = value_cache + at;
         }
     }
 
     void prefetch_block(const Unit& unit, int64_t start) const {
-        const int64_t* table = op_.block_tables + unit.sequence * op_.table_stride;
         const int64_t bytes = op_.head_dim * cache_bytes_;
-        for (int64_t k = start; k < least(start + kBlock, unit.end_key); ++k) {
-            const int64_t slot = table[k / op_.block_size] * op_.block_size + k % op_.block_size;
-            const int64_t at = (slot * op_.kv_heads + unit.kv_head) * bytes;
+        const auto* key_cache = static_cast<const unsigned char*>(op_.keys);
+        const auto* value_cache = static_cast<const unsigned char*>(op_.values);
+        const int64_t end = least(start + kBlock, unit.end_key);
+        if (start >= end) {
+            return;
+        }
+        Places places(op_, unit, start, cache_bytes_);
+        for (int64_t k = start; k < end; ++k) {
+            const int64_t at = places.next();
             for (int64_t line = 0; line < bytes; line += 64) {
-                simd::prefetch(static_cast<const unsigned char*>(op_.keys) + at + line);
-                simd::prefetch(static_cast<const unsigned char*>(op_.values) + at + line);
+                simd::prefetch(key_cache + at + line);
+                simd::prefetch(value_cache + at + line);
             }
         }
     }
@@ -415,6 +451,7 @@ class UnitAttention {
                 const int panels = panel + fit <= end_panel ? fit : 1;
                 for (int p = 0; p < panels; ++p) {
                     tile.weights[p] = reinterpret_cast<const unsigned char*>(key_panels_ + (panel + p) * kLanes * dim_);
+                    tile.ahead[p] = tile.weights[p];
                 }
                 tile.sums = scores_ + panel * kMostRows * kLanes;
                 (panels == fit ? functions.many : functions.one)[rows - 1](tile);
@@ -436,7 +473,7 @@ class UnitAttention {
             if (op_.softcap != 0.0F) {
                 v[p] = simd::softcap(v[p], op_.softcap);
             }
-            v[p] = simd::select(seen_lanes(p, begin, end), v[p], simd::splat(kMinusInfinity));
+            v[p] = where_seen(p, begin, end, v[p], simd::splat(kMinusInfinity));
             top = simd::maximum(top, v[p]);
         }
         const float before = part.largest[row], here = simd::largest(top);
@@ -444,7 +481,7 @@ class UnitAttention {
         V total = simd::zero();
         for (int64_t p = begin / kLanes; p < blocks_of(end, kLanes); ++p) {
             const V weight = simd::exp(simd::sub(v[p], simd::splat(largest)));
-            const V seen_weight = simd::select(seen_lanes(p, begin, end), weight, simd::zero());
+            const V seen_weight = where_seen(p, begin, end, weight, simd::zero());
             simd::store(weights_ + row * kBlock + p * kLanes, seen_weight);
             total = simd::add(total, seen_weight);
         }
@@ -458,13 +495,16 @@ class UnitAttention {
         }
     }
 
-    static simd::Mask seen_lanes(int64_t panel, int64_t begin, int64_t end) {
-        float numbers[kLanes];
-        for (int64_t i = 0; i < kLanes; ++i) {
-            const int64_t key = panel * kLanes + i;
-            numbers[i] = key >= begin && key < end ? -1.0F : 1.0F;
+    // `v` in the lanes of keys [begin, end), `other` in the rest.
+    static V where_seen(int64_t panel, int64_t begin, int64_t end, V v, V other) {
+        const int64_t first = panel * kLanes;
+        if (begin <= first && end >= first + kLanes) {
+            return v;
         }
-        return simd::less(simd::load(numbers), simd::zero());
+        alignas(64) static constexpr float kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const V lanes = simd::load(kNumbers);
+        const V below_end = simd::select(simd::less(lanes, simd::splat(static_cast<float>(end - first))), v, other);
+        return simd::select(simd::less(lanes, simd::splat(static_cast<float>(begin - first))), other, below_end);
     }
 
     void add_rows(const ValueFunctions& functions, int64_t begin, int64_t end, int64_t first_key, int64_t end_key,

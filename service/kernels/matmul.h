@@ -22,7 +22,8 @@ using simd::kMostRows;
 using simd::V;
 
 constexpr int kMostPanels = 4;
-// How far ahead weights are asked for, so that the stream from memory never pauses.
+// How far ahead the only tile of rows asks for weights. With several tiles only the first of them would meet memory, and it
+// would wait while the others leave memory idle: there each asks for its part of the next block of columns.
 constexpr int64_t kPrefetchBytes = 1024;
 
 // A source reads the weights of a pair of columns, the first and the second, for sixteen outputs.
@@ -73,6 +74,9 @@ struct Tile {
     const unsigned char* weights[kMostPanels];
     const float* scales[kMostPanels];
     const uint8_t* zeros[kMostPanels];
+    // Weights to be asked for, and how many bytes of them with each pair of columns.
+    const unsigned char* ahead[kMostPanels];
+    int64_t ahead_bytes;
     int64_t pairs;
     int64_t group_pairs;
     // The sums, [panel][kMostRows][16]; begun anew where `first` is set, else carried on.
@@ -92,13 +96,17 @@ inline __attribute__((always_inline)) void accumulate(V (&sums)[kRows][kPanels],
         base[i] = tile.a + 3 * i * stride + 2 * begin;
     }
     const unsigned char* weights[kPanels];
+    const unsigned char* ahead[kPanels];
+    const int64_t ahead_bytes = tile.ahead_bytes;
     for (int p = 0; p < kPanels; ++p) {
         weights[p] = tile.weights[p] + begin * Source::kPairBytes;
+        ahead[p] = tile.ahead[p] + begin * ahead_bytes;
     }
     for (int64_t i = begin; i < end; ++i) {
 #pragma GCC unroll 4
         for (int p = 0; p < kPanels; ++p) {
-            simd::prefetch(weights[p] + kPrefetchBytes);
+            simd::prefetch(ahead[p]);
+            ahead[p] += ahead_bytes;
             const V first = Source::first(weights[p], zeros[p]);
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; ++r) {
@@ -244,8 +252,8 @@ inline int64_t rows_per_block(int64_t columns) {
 
 // Inputs that are not fp32 are widened this many bytes at a time.
 constexpr int64_t kWidenedBytes = 8 * 1024 * 1024;
-// Columns of a panel that stay in the first-level cache while all rows of a block pass over them; a multiple of every group.
-constexpr int64_t kBlockPairs = 256;
+// Columns of a panel that stay in the first-level cache, beside the next ones, while all rows of a block pass over them.
+constexpr int64_t kBlockPairs = 192;
 constexpr int64_t kWidenedPairs = 128;
 // Tiles of rows from which on integers are widened once instead of by each tile.
 constexpr int64_t kTilesToWiden = 3;
@@ -328,9 +336,10 @@ class BlockProduct {
         const int at_once = functions.panels[most_rows - 1];
         for (int64_t panel = begin; panel < end;) {
             const int panels = panel + at_once <= end ? at_once : 1;
-            const int64_t step = tiles == 1 ? layout_.pairs : widen ? kWidenedPairs : kBlockPairs;
+            const int64_t step = tiles == 1 ? layout_.pairs : block_pairs(widen ? kWidenedPairs : kBlockPairs);
             for (int64_t pair = 0; pair < layout_.pairs; pair += step) {
                 Tile tile = tile_at(panel, panels, pair, least(step, layout_.pairs - pair));
+                const Ahead ahead = ahead_of(tile, panels, pair, tiles);
                 if (widen) {
                     widen_panels(tile, panels);
                 }
@@ -339,6 +348,10 @@ class BlockProduct {
                     tile.a = a + part.begin * a_stride + 2 * pair;
                     tile.a_stride = a_stride;
                     tile.sums = sums_of(t);
+                    for (int p = 0; p < panels; ++p) {
+                        tile.ahead[p] = ahead.start[p] + t * ahead.tile_bytes;
+                    }
+                    tile.ahead_bytes = ahead.pair_bytes;
                     const int64_t row = part.end - part.begin - 1;
                     if (panels == functions.panels[row]) {
                         functions.many[row](tile);
@@ -372,6 +385,35 @@ class BlockProduct {
         return tile;
     }
 
+    // Blocks of columns of about one size, at most `most_pairs` and, where columns have groups, whole groups.
+    int64_t block_pairs(int64_t most_pairs) const {
+        const int64_t whole = grouped_ ? layout_.group_pairs : 1;
+        most_pairs = most(most_pairs / whole, 1) * whole;
+        const int64_t even = blocks_of(layout_.pairs, blocks_of(layout_.pairs, most_pairs));
+        return blocks_of(even, whole) * whole;
+    }
+
+    struct Ahead {
+        const unsigned char* start[kMostPanels];
+        int64_t tile_bytes;
+        int64_t pair_bytes;
+    };
+
+    // What the tiles of a block of columns ask memory for.
+    Ahead ahead_of(const Tile& tile, int panels, int64_t pair, int64_t tiles) const {
+        Ahead ahead{};
+        const int64_t block_bytes = tile.pairs * layout_.pair_bytes;
+        const bool is_last = pair + tile.pairs == layout_.pairs;
+        for (int p = 0; p < panels; ++p) {
+            const int64_t next = tiles == 1 ? kPrefetchBytes : is_last ? panels * layout_.panel_bytes - pair * layout_.pair_bytes
+                                                                       : block_bytes;
+            ahead.start[p] = tile.weights[p] + next;
+        }
+        ahead.tile_bytes = block_bytes / tiles;
+        ahead.pair_bytes = blocks_of(layout_.pair_bytes, tiles);
+        return ahead;
+    }
+
     void widen_panels(Tile& tile, int panels) const {
         for (int p = 0; p < panels; ++p) {
             float* target = widened_ + p * kWidenedPairs * 32;
@@ -390,6 +432,7 @@ class BlockProduct {
             single.weights[0] = tile.weights[p];
             single.scales[0] = tile.scales[p];
             single.zeros[0] = tile.zeros[p];
+            single.ahead[0] = tile.ahead[p];
             single.sums = sums_at(tile, p, 0);
             function(single);
         }

@@ -105,6 +105,12 @@ def test_bench_engine_says_what_is_wrong_with_a_model(tmp_path: Path) -> None:
     assert "config.json" in done.stderr
 
 
+def test_bench_cpu_names_what_it_does_not_know() -> None:
+    done = run_script(sys.executable, ROOT / "scripts" / "bench_cpu", "--formats", "bf16,int3")
+    assert done.returncode == 2
+    assert "--formats: unknown 'int3'" in done.stderr
+
+
 def test_bench_memory_shows_why_a_server_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     done = run_script(

@@ -43,3 +43,18 @@ def test_linear_stretches_positions() -> None:
     stretched = RopeConfig("linear", 10000.0, 16, 32, factor=4.0)
     plain = RopeConfig("default", 10000.0, 16, 32)
     torch.testing.assert_close(inverse_frequencies(stretched, 0) * 4, inverse_frequencies(plain, 0))
+
+
+@pytest.mark.parametrize("kind", ["default", "linear"])
+def test_tables_by_position_hold_what_rows_would_get(kind: str) -> None:
+    rope = RopeConfig(kind, 10000.0, 16, 32, factor=4.0)
+    table = RotaryTable(rope)
+    short = table.by_position(1)[0]
+    cos, sin = table.by_position(700)
+    assert len(cos) == len(sin) >= 700
+    positions = torch.tensor([0, 255, 256, 699])
+    rows = RotaryTable(rope).rows(positions, positions + 1)
+    assert torch.equal(cos[positions], rows[0][:, 0])
+    assert torch.equal(sin[positions], rows[1][:, 0])
+    # Whoever holds an older table may go on using it.
+    assert torch.equal(short, cos[: len(short)])
