@@ -13,7 +13,7 @@ PROMPTS = [f"{number} times the fox" for number in range(4)]
 FIELDS = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 # Between two requests of a thread: what changes meanwhile is to get some CPU time as well.
-_PAUSE_SECONDS = 0.1
+_PAUSE_SECONDS = 0.3
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 
 
