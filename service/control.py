@@ -28,7 +28,7 @@ from placement.verification import verify_cache
 from service.metrics import MetricsServer
 from service.servicers.errors import FieldViolation, InvalidRequest, abort, abort_invalid
 from service.servicers.reflection import ReflectionServicer
-from service.verify import node_pages, verify
+from service.verify import misplaced_segments, node_pages, verify
 
 log = logging.getLogger("numaserve.control")
 
@@ -114,10 +114,20 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def Verify(
         self, request: control_pb2.VerifyRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.VerifyResponse:
-        """Where pages are now; see service.verify."""
-        return await asyncio.to_thread(
-            verify, await self._known_state(context), self._read_row, request.repair
-        )
+        """Where pages are now; see service.verify.
+
+        A segment is repaired by a reload, which goes on when the caller leaves.
+        """
+        state = await self._known_state(context)
+        answer = await asyncio.to_thread(verify, state, self._read_row, request.repair)
+        if not request.repair or not misplaced_segments(answer):
+            return answer
+        done = await self._order(ReloadOrder(next(self._numbers), ""), context)
+        after = await asyncio.to_thread(verify, await self._known_state(context), self._read_row, True)
+        for check in after.checks:
+            if check.kind == "segment":
+                check.repair = f"the weights were loaded anew, as generation {done.generation}"
+        return after
 
     async def ReloadModel(
         self, request: control_pb2.ReloadModelRequest, context: grpc.aio.ServicerContext

@@ -10,22 +10,18 @@ from placement.messages import ServerState
 from placement.residency import Residency
 from placement.verification import Check, repair_cache, verify_cache, verify_segments
 
-SEGMENT_REPAIR = (
-    "its pages are mapped by several processes, so the kernel does not move them: "
-    "reload the model to place them anew"
-)
-
 
 def verify(
     state: ServerState, read_row: Callable[[int], BoardRow], repair: bool
 ) -> control_pb2.VerifyResponse:
-    """Measure every segment and every worker's KV cache; with `repair`, move misplaced pages and measure again.
+    """Measure every segment and every worker's KV cache; with `repair`, move misplaced pages of caches and measure again.
 
-    `read_row` gives a row of the board, whatever for -1. It takes milliseconds per GiB.
+    The kernel does not move pages that several processes map: see `misplaced_segments`. `read_row` gives a row of the
+    board, whatever for -1. It takes milliseconds per GiB.
     """
     checks = []
     for check in verify_segments(state):
-        checks.append(_message(check, SEGMENT_REPAIR if repair and not check.verdict.local else ""))
+        checks.append(_message(check, ""))
     for place in state.workers:
         row, repaired = read_row(place.row), ""
         check = verify_cache(place, row)
@@ -34,6 +30,11 @@ def verify(
             check = verify_cache(place, row)
         checks.append(_message(check, repaired))
     return control_pb2.VerifyResponse(checks=checks, sound=all(check.local for check in checks))
+
+
+def misplaced_segments(answer: control_pb2.VerifyResponse) -> list[control_pb2.PlacementCheck]:
+    """The segments that have pages elsewhere than wanted; only loading the weights anew can place them."""
+    return [check for check in answer.checks if check.kind == "segment" and not check.local]
 
 
 def node_pages(residency: Residency) -> list[control_pb2.NodePages]:

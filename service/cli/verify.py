@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print VerifyResponse as JSON")
     parser.add_argument(
-        "--repair", action="store_true", help="move misplaced pages of KV caches to their nodes"
+        "--repair",
+        action="store_true",
+        help="move misplaced pages of KV caches to their nodes, and load misplaced weights anew without downtime",
     )
 
 
