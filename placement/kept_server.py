@@ -96,7 +96,8 @@ class KeptServer:
 
 def _built(fields: dict) -> SegmentBuilt:
     pages = tuple((node, count) for node, count in fields.pop("pages"))
-    return SegmentBuilt(pages=pages, steps=tuple(fields.pop("steps")), **fields)
+    files = tuple(tuple(file) for file in fields.pop("files"))
+    return SegmentBuilt(pages=pages, steps=tuple(fields.pop("steps")), files=files, **fields)
 
 
 @dataclass

@@ -89,12 +89,9 @@ def test_bench_engine_measures_every_part(tiny_model: Path, tmp_path: Path) -> N
     assert [row["streams"] for row in report["generation, greedy"]] == [1, 3]
     # A prompt beyond the model's context is left out.
     assert [row["prompt_tokens"] for row in report["prefill"]] == [16, 64]
-    assert {row["sampling"] for row in report["own time, no decoder"]} == {
-        "greedy",
-        "temperature",
-        "top_p",
-        "top_k",
-    }
+    own = report["sampling and overhead per step, no decoder"]
+    assert {row["parameters"] for row in own} == {"greedy", "temperature", "top_p", "top_k", "min_p"}
+    assert all(0 < row["engine_ms"] < row["overhead_ms"] for row in own)
     for row in report["generation, greedy"]:
         assert 0 < row["model_ms"] < row["step_ms"]
 
