@@ -10,6 +10,7 @@ from service.kernels import operations
 from service.kernels.library import KernelPool
 from service.kernels.packed import PackedWeight
 from service.models.config import ExpertsConfig
+from service.ops.expert_routing import route
 
 
 def mix_experts(
@@ -27,20 +28,14 @@ def mix_experts(
     """
     scores = torch.empty(len(x), router.rows)
     pool.run(operations.linear(x, router, scores))
-    shares, chosen = torch.topk(torch.softmax(scores, -1), experts.per_token, dim=-1)
-    chosen, order = chosen.sort(dim=-1)
-    shares = shares.gather(-1, order)
-    if experts.normalize:
-        # A running sum is taken strictly in order, whatever the number of rows.
-        shares = shares / shares.cumsum(-1)[:, -1:]
-    pairs = chosen.view(-1).argsort(stable=True)
-    counts = torch.bincount(chosen.view(-1), minlength=len(gate_up)).tolist()
+    routing = route(scores, experts.per_token, experts.normalize)
+    pairs = routing.pairs
     gathered = x.index_select(0, pairs // experts.per_token)
     joined = torch.empty(len(pairs), 2 * experts.intermediate_size)
     gated = torch.empty(len(pairs), experts.intermediate_size)
     sorted_out = torch.empty_like(gathered)
     work, start = [], 0
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(routing.counts):
         rows = slice(start, start + count)
         if count:
             work.append(operations.linear(gathered[rows], gate_up[expert], joined[rows]))
@@ -50,8 +45,4 @@ def mix_experts(
     pool.run(*work)
     out = torch.empty_like(sorted_out)
     out.index_copy_(0, pairs, sorted_out)
-    out = out.view(len(x), experts.per_token, -1).mul_(shares[..., None])
-    result = torch.zeros_like(x)
-    for place in range(experts.per_token):
-        result.add_(out[:, place])
-    return result
+    return routing.combine(out)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from service.ops.attention import AttentionPlan, AttentionShape, QueryRange, attend, plan_attention
+from service.ops.expert_routing import route
 from service.ops.row_stable_linear import TILE_ROWS, RowStableLinear
 
 # A matrix, or one for each expert, as a tensor; or as its parts, where a checkpoint's files keep apart what is joined
@@ -102,35 +103,18 @@ class TorchOps:
 
         Returns x's shape. Each row's experts are summed in the order of their numbers.
         """
-        shares, chosen = torch.topk(torch.softmax(self.linear(x, router), -1), per_token, dim=-1)
-        chosen, order = chosen.sort(dim=-1)
-        shares = shares.gather(-1, order)
-        if normalize:
-            shares = shares / _sum_columns(shares)
-        pairs = chosen.view(-1).argsort(stable=True)
-        counts = torch.bincount(chosen.view(-1), minlength=router.shape[0]).tolist()
-        out = torch.empty(len(pairs), x.shape[1])
+        routing = route(self.linear(x, router), per_token, normalize)
+        out = torch.empty(len(routing.pairs), x.shape[1])
         start = 0
-        for expert, count in enumerate(counts):
+        for expert, count in enumerate(routing.counts):
             if count:
-                mine = pairs[start : start + count]
+                mine = routing.pairs[start : start + count]
                 rows = torch.zeros(-(-count // TILE_ROWS) * TILE_ROWS, x.shape[1])
                 torch.index_select(x, 0, mine // per_token, out=rows[:count])
                 hidden = self.gated_activation(self.linear(rows, gate_up[expert]), activation)
                 out.index_copy_(0, mine, self.linear(hidden, down[expert])[:count])
                 start += count
-        out = out.view(x.shape[0], per_token, -1).mul_(shares[..., None])
-        result = torch.zeros_like(x)
-        for place in range(per_token):
-            result.add_(out[:, place])
-        return result
-
-
-def _sum_columns(x: torch.Tensor) -> torch.Tensor:
-    total = x[:, :1].clone()
-    for column in range(1, x.shape[1]):
-        total.add_(x[:, column : column + 1])
-    return total
+        return routing.combine(out)
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
