@@ -18,14 +18,12 @@ from service.ops.torch_ops import TorchOps, Weight
 
 
 def weight_tensors(segment: AnySegment) -> Mapping[str, Weight]:
-    """Tensors over the segment's read-only pages; packed ones as bytes [nbytes]."""
+    """Tensors over the read-only pages of a segment that is not packed."""
     if isinstance(segment, FileSegment):
         return file_tensors(segment)
     views = segment.views()
     return {
-        entry.name: torch.frombuffer(views[entry.name], dtype=torch.uint8)
-        if entry.packing
-        else torch.frombuffer(views[entry.name], dtype=getattr(torch, entry.dtype)).view(entry.shape)
+        entry.name: torch.frombuffer(views[entry.name], dtype=getattr(torch, entry.dtype)).view(entry.shape)
         for entry in segment.manifest.tensors
     }
 

@@ -29,11 +29,9 @@ from placement.residency import Residency, Verdict, judge_page_cache, merge, pag
 from service.loader.as_stored import stored_parts
 from service.loader.checkpoint import CheckpointError, TensorSource
 from service.loader.fill import content_digest
-from service.loader.part_reader import digest_entry
+from service.loader.part_reader import CHUNK_BYTES, digest_entry, open_files, read
 from service.models.weights import WeightPlan
 from service.ops.torch_ops import Weight
-
-_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def share_files(
     """
     paths = sorted({part.source.file for tensor in plan.tensors for part in stored_parts(tensor)})
     with contextlib.ExitStack() as stack:
-        descriptors = {path: _open(path, stack) for path in paths}
+        descriptors = open_files(paths, stack)
         files = tuple(WeightsFile.of(path, fd) for path, fd in descriptors.items())
         sources = [part.source for tensor in plan.tensors for part in stored_parts(tensor)]
         digest = _hash(sources, descriptors, threads, on_progress)
@@ -112,15 +110,6 @@ def file_tensors(segment: FileSegment) -> dict[str, Weight]:
     return weights
 
 
-def _open(path: Path, stack: contextlib.ExitStack) -> int:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read: {error.strerror}") from error
-    stack.callback(os.close, fd)
-    return fd
-
-
 def _hash(
     sources: list[TensorSource],
     descriptors: dict[Path, int],
@@ -131,11 +120,10 @@ def _hash(
 
     def entry(source: TensorSource) -> list[object]:
         digest = hashlib.sha256()
-        for start in range(0, source.nbytes, _CHUNK_BYTES):
-            size = min(_CHUNK_BYTES, source.nbytes - start)
-            chunk = os.pread(descriptors[source.file], size, source.offset + start)
-            if len(chunk) != size:
-                raise CheckpointError(source.file, f"was truncated while tensor {source.name} was read")
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, source.nbytes)))
+        for start in range(0, source.nbytes, CHUNK_BYTES):
+            chunk = buffer[: source.nbytes - start]
+            read(descriptors, source, start, chunk)
             digest.update(chunk)
         return digest_entry(source, digest.hexdigest())
 

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +14,9 @@ from pathlib import Path
 
 import torch
 
-from service.loader.checkpoint import CheckpointError
 from service.loader.integer_reader import IntegerReader
 from service.loader.packer import Packer
-from service.loader.part_reader import TORCH_DTYPES, PartReader
+from service.loader.part_reader import TORCH_DTYPES, PartReader, open_files
 from service.models.integers import IntegerPart
 from service.models.weights import ITEM_BYTES, WeightPart, WeightPlan, WeightTensor
 
@@ -103,7 +101,8 @@ def fill(
             on_progress(filled)
 
     with contextlib.ExitStack() as stack:
-        files = _open_files(jobs, stack)
+        sources = (source for job in jobs for part in job.parts for source in part.sources)
+        files = open_files((source.file for source in sources), stack)
         # The pool is the parallelism: a conversion must not start threads of its own, nor off the pool's CPUs.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
@@ -112,19 +111,6 @@ def fill(
         running = [pool.submit(job.run, files, report) for job in jobs]
         digests = [digest for job in running for digest in job.result()]
     return content_digest(digests)
-
-
-def _open_files(jobs: Sequence[_Copy | _Pack], stack: contextlib.ExitStack) -> dict[Path, int]:
-    files: dict[Path, int] = {}
-    for part in (part for job in jobs for part in job.parts):
-        for source in part.sources:
-            if source.file not in files:
-                try:
-                    files[source.file] = os.open(source.file, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise CheckpointError(source.file, f"cannot be read: {error.strerror}") from error
-                stack.callback(os.close, files[source.file])
-    return files
 
 
 def _jobs_of(tensor: WeightTensor, destination: memoryview) -> Sequence[_Copy | _Pack]:

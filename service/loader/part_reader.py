@@ -5,10 +5,11 @@ Files are read with preadv(2), not mapped: a file that shrinks while it is read 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -89,6 +90,19 @@ class PartReader:
         read(self._files, source, 0, memoryview(data))
         self.digests.append(digest_entry(source, hashlib.sha256(data).hexdigest()))
         return torch.frombuffer(data, dtype=TORCH_DTYPES[source.dtype]).view(source.shape).float()
+
+
+def open_files(paths: Iterable[Path], stack: contextlib.ExitStack) -> dict[Path, int]:
+    """Descriptors of the files, closed with the stack. Raises CheckpointError."""
+    files: dict[Path, int] = {}
+    for path in paths:
+        if path not in files:
+            try:
+                files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointError(path, f"cannot be read: {error.strerror}") from error
+            stack.callback(os.close, files[path])
+    return files
 
 
 def read(files: Mapping[Path, int], source: TensorSource, start: int, buffer: memoryview) -> None:

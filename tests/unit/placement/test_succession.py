@@ -125,14 +125,20 @@ def test_workers_are_added_and_removed_over_the_same_weights(start) -> None:
     assert toy.loads() == 1
 
 
-def test_a_server_told_to_stop_during_a_reload_ends_in_order(start) -> None:
-    toy = start(1)
-    toy.log.wait_for("ready: toy")
+def hold_a_reload(toy) -> int:
+    """Begin a reload that stays under way until the zygote, whose pid is returned, gets SIGCONT."""
     zygote = toy.ask(0)["parent"]
     os.kill(zygote, signal.SIGSTOP)
     next_is(toy, counts=[1])
     toy.process.send_signal(signal.SIGHUP)
     toy.log.wait_for("generation 1 is being loaded")
+    return zygote
+
+
+def test_a_server_told_to_stop_during_a_reload_ends_in_order(start) -> None:
+    toy = start(1)
+    toy.log.wait_for("ready: toy")
+    hold_a_reload(toy)
     toy.process.send_signal(signal.SIGTERM)
     assert toy.process.wait(30) == 0
     assert not toy.runtime_dir.exists()
@@ -178,11 +184,7 @@ def test_a_new_launcher_that_fails_leaves_the_old_one_serving(start, fault: str)
 def test_nothing_is_handed_over_during_a_reload_and_no_reload_begins_during_a_hand_over(start) -> None:
     toy = start(1)
     toy.log.wait_for("ready: toy")
-    zygote = toy.ask(0)["parent"]
-    os.kill(zygote, signal.SIGSTOP)
-    next_is(toy, counts=[1])
-    toy.process.send_signal(signal.SIGHUP)
-    toy.log.wait_for("generation 1 is being loaded")
+    zygote = hold_a_reload(toy)
     assert start(1, take_over=True).process.wait(30) == 1
     assert "is being changed" in toy.log.wait_for("handed nothing over")["message"]
     os.kill(zygote, signal.SIGCONT)
