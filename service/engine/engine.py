@@ -119,8 +119,10 @@ class Engine:
         if not scheduled:
             raise RuntimeError("requests wait and nothing can be scheduled")
         self._book.note_starts(now)
-        generating = [piece for piece in scheduled if piece.sequence.embedding is None]
         embedding = [piece for piece in scheduled if piece.sequence.embedding is not None]
+        generating = (
+            [piece for piece in scheduled if piece.sequence.embedding is None] if embedding else scheduled
+        )
         with torch.inference_mode():
             if generating:
                 outputs += self._generate(generating)
@@ -132,11 +134,8 @@ class Engine:
     def _generate(self, pieces: list[Scheduled]) -> list[RequestOutput]:
         step = self._batcher.build(pieces)
         logits = self._model.forward(step.forward, self._cache)
-        for piece in pieces:
-            self.scheduler.computed(piece)
-            sequence = piece.sequence
-            if sequence.index == 0 and sequence.num_computed == sequence.prompt_length:
-                self._book.let_siblings_go(sequence)
+        for sequence in self.scheduler.computed(pieces):
+            self._book.let_siblings_go(sequence)
         outputs = []
         if step.described:
             outputs += self._describe_prompts(step, logits[len(step.sampled) :])
@@ -153,7 +152,7 @@ class Engine:
             assert pool is not None
             rows = hidden[part.query_start : part.query_start + part.query_length]
             pool.add(part.context_length - part.query_length, rows)
-            self.scheduler.computed(piece)
+            self.scheduler.computed([piece])
             if sequence.remaining == 0:
                 outputs += self._book.finish_embedding(sequence)
         return outputs

@@ -146,14 +146,13 @@ class RequestBook:
         self._generated_tokens += 1
         if state.first_token_at is None:
             state.first_token_at = now
-        delta, stop_string = text.append(token_id)
-        output = RequestOutput(sequence.request_id, sequence.index, delta, [token_id])
+        output = RequestOutput(sequence.request_id, sequence.index, text.append(token_id), [token_id])
         if token.logprobs is not None:
             output.logprobs.append(token.logprobs)
         if sequence.prompt_logprobs and sequence.num_generated == 1:
             output.prompt_logprobs = sequence.prompt_logprobs
 
-        if stop_string is not None or token_id in text.end_ids or sampling.is_finished:
+        if text.stop_reason is not None or token_id in text.end_ids or sampling.is_finished:
             output.finish_reason = FinishReason.STOP
         elif len(sequence.token_ids) - sequence.prompt_length >= sampling.params.max_tokens:
             output.finish_reason = FinishReason.LENGTH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -91,20 +92,31 @@ class Scheduler:
             prompts.append(self._take(sequence))
         return decodes + prompts
 
-    def computed(self, scheduled: Scheduled) -> None:
-        """Notes that a scheduled piece is in the cache now, and makes its full blocks findable."""
-        sequence, block_size = scheduled.sequence, self.pool.block_size
-        full_before = sequence.num_computed // block_size
-        sequence.num_computed += scheduled.count
-        full = sequence.num_computed // block_size
-        if full > full_before:
-            hashes = sequence.hash_blocks(full, block_size)
-            for index in range(full_before, full):
-                self.pool.remember(sequence.block_table[index], hashes[index])
+    def computed(self, scheduled: Iterable[Scheduled]) -> list[Sequence]:
+        """Notes that scheduled pieces are in the cache now, and makes their full blocks findable.
+
+        Returns the sequences whose prompts this completed.
+        """
+        block_size = self.pool.block_size
+        completed = []
+        for piece in scheduled:
+            sequence, before = piece.sequence, piece.sequence.num_computed
+            sequence.num_computed = after = before + piece.count
+            if after == sequence.prompt_length:
+                completed.append(sequence)
+            if after // block_size > before // block_size:
+                self._remember(sequence, before // block_size, after // block_size)
+        return completed
 
     def check(self) -> None:
         """Verifies the pool against all running sequences. Raises PoolCorrupt."""
         self.pool.check(sequence.block_table for sequence in self.running)
+
+    def _remember(self, sequence: Sequence, first: int, end: int) -> None:
+        """Makes the full blocks from `first` up to `end` findable."""
+        hashes = sequence.hash_blocks(end, self.pool.block_size)
+        for index in range(first, end):
+            self.pool.remember(sequence.block_table[index], hashes[index])
 
     def _chunk(self, sequence: Sequence) -> int:
         """How many of its tokens fit what is left of this step."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class SequenceSlice:
+class SequenceSlice(NamedTuple):
     """The rows of one sequence in a batch: `query_length` rows from row `query_start`.
 
     Its first row has position `context_length - query_length`; after the step `context_length` tokens are in the cache.

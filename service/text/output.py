@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 from service.engine.request import SamplingParams
 from service.text.tokenizer import Tokenizer
 
 _CONTEXT_TOKENS = 64
-
-
-class TextDelta(NamedTuple):
-    """Text that is certain and new; `stop_reason` is the stop string that was found, if one was."""
-
-    text: str
-    stop_reason: str | None = None
 
 
 class StopStrings:
@@ -84,10 +76,11 @@ def _failure_function(pattern: str) -> list[int]:
 class TextOutput:
     """The text of one completion.
 
-    The texts of all deltas and of `finish` joined equal the decoded completion, cut at the first stop string.
+    The texts of all tokens and of `finish` joined equal the decoded completion, cut at the first stop string.
     A token that ends the sequence adds its own text only with `include_stop_str_in_output`. The prompt is
     context: a blank that belongs between prompt and completion is kept. `end_ids` are the tokens that end the
-    sequence.
+    sequence. `stop_reason` is the stop string that ended the text, if one did; `finish` may still find one in text
+    that it completes.
     """
 
     def __init__(
@@ -108,40 +101,31 @@ class TextOutput:
         self._detokenizer.seed(tail or tokenizer.pieces(prompt_token_ids, params.skip_special_tokens))
         self._stops = StopStrings(params.stop)
         self._tokens = 0
-        self._stop_reason: str | None = None
+        self.stop_reason: str | None = None
 
-    @property
-    def stop_reason(self) -> str | None:
-        """The stop string that ended the text, if one did; `finish` may still find one in text that it
-        completes.
-        """
-        return self._stop_reason
-
-    def append(self, token_id: int) -> TextDelta:
-        """Takes the next token. After a stop string was found the text is complete and further tokens add
-        nothing.
+    def append(self, token_id: int) -> str:
+        """Takes the next token and gives the text that is certain and new. After a stop string was found the text is
+        complete and further tokens add nothing.
         """
         self._tokens += 1
         if token_id in self.end_ids and not self._params.include_stop_str_in_output:
-            return TextDelta("", self._stop_reason)
+            return ""
         piece = self._tokenizer.piece(token_id, self._params.skip_special_tokens)
         text = "" if piece is None else self._detokenizer.push(piece)
-        if self._params.stop:
-            text = self._cut(text)
-        return TextDelta(text, self._stop_reason)
+        return self._cut(text) if self._params.stop else text
 
     def finish(self) -> str:
         """The rest of the text: what was held back, with U+FFFD for a character that stayed incomplete."""
         if not self._tokens:
             return ""
         text = self._cut(self._detokenizer.finish())
-        return text if self._stop_reason is not None else text + self._stops.finish()
+        return text if self.stop_reason is not None else text + self._stops.finish()
 
     def _cut(self, text: str) -> str:
-        if self._stop_reason is not None:
+        if self.stop_reason is not None:
             return ""
         certain, stop = self._stops.feed(text, self._tokens > self._params.min_tokens)
         if stop is None:
             return certain
-        self._stop_reason = stop
+        self.stop_reason = stop
         return certain if self._params.include_stop_str_in_output else certain[: -len(stop)]

@@ -1,6 +1,5 @@
 """The engine on a model whose answers show wrong blocks: what is answered, when it ends, what is refused."""
 
-import dataclasses
 import random
 
 import pytest
@@ -660,7 +659,7 @@ def test_batches_put_generating_sequences_first_and_describe_themselves():
     engine.add(make_request("b", [3] * 10, 9))
     collector.step()
     batch = engine._model.batches[-1]
-    assert [dataclasses.astuple(part) for part in batch.sequences] == [(0, 1, 3, 2), (1, 10, 10, 10)]
+    assert list(batch.sequences) == [(0, 1, 3, 2), (1, 10, 10, 10)]
     assert batch.positions.tolist() == [2, *range(10)]
     assert batch.logit_rows.tolist() == [0, 10]
     for tensor in (

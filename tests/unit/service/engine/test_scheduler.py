@@ -41,7 +41,7 @@ class Driver:
         self._check(scheduled, first)
         assert not scheduler.admitted or scheduler.preemptions == preemptions, "freed blocks went elsewhere"
         for piece in scheduled:
-            scheduler.computed(piece)
+            scheduler.computed([piece])
             sequence = piece.sequence
             if sequence.remaining == 0:
                 sequence.token_ids.append((sequence.token_ids[-1] * 7 + len(sequence.token_ids)) % 50)

@@ -34,13 +34,12 @@ def stream(
     eos: Sequence[int] = (),
     **params: object,
 ) -> tuple[list[str], str | None]:
-    """The texts of all deltas and of finish, up to the first stop, and the stop reason."""
+    """The texts of all tokens and of finish, up to the first stop, and the stop reason."""
     output = TextOutput(tokenizer, prompt, SamplingParams(max_tokens=1000, **params), frozenset(eos))
     texts = []
     for token_id in token_ids:
-        delta = output.append(token_id)
-        texts.append(delta.text)
-        if delta.stop_reason is not None:
+        texts.append(output.append(token_id))
+        if output.stop_reason is not None:
             break
     return [*texts, output.finish()], output.stop_reason
 
@@ -279,7 +278,7 @@ def test_a_stop_may_begin_before_min_tokens_and_end_after() -> None:
 def test_text_after_a_stop_is_dropped() -> None:
     tokenizer = Tokenizer(tiny_tokenizers.byte_level_bpe(), {}, None)
     output = TextOutput(tokenizer, (), SamplingParams(max_tokens=9, stop=("fox",)), frozenset())
-    texts = [output.append(token_id).text for token_id in tokenizer.encode("quick fox jumps over")]
+    texts = [output.append(token_id) for token_id in tokenizer.encode("quick fox jumps over")]
     assert "".join(texts) + output.finish() == "quick "
 
 
