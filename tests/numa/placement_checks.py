@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from placement.cpulist import parse_kernel_list
+
 
 def check_host(facts: dict[str, Any]) -> None:
     """Our reading of the host is numactl's."""
@@ -50,4 +52,12 @@ def check_serving(facts: dict[str, Any], cpus_of_unit: dict[str, str], nodes_of_
     assert facts["workers"]
     for worker in facts["workers"]:
         assert worker["answer"] == {"tokens": 1, "nodes": [nodes_of_unit[worker["unit"]]]}
-        assert worker["thread_cpus"] == [cpus_of_unit[worker["unit"]]]
+        check_threads(worker["thread_cpus"], cpus_of_unit[worker["unit"]])
+
+
+def check_threads(cpus_of_threads: list[str], cpus: str) -> None:
+    """Some thread may run on all of the unit's CPUs, and none elsewhere: those of the kernels keep to one each."""
+    assert cpus in cpus_of_threads
+    allowed = set(parse_kernel_list(cpus))
+    for each in cpus_of_threads:
+        assert set(parse_kernel_list(each)) <= allowed, each
