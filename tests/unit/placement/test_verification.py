@@ -153,6 +153,7 @@ def test_a_cache_is_judged_by_the_pages_it_uses(cache, touched, nodes, code, kin
         (os.getpid(), BoardRow(), "has not reported its cache yet"),
         (2**22 - 1, BoardRow(kv_cache_address=PAGE, kv_cache_bytes=PAGE), "could not be counted"),
     ],
+    ids=["ended", "silent", "unreadable"],
 )
 def test_a_cache_that_cannot_be_measured_is_not_local(pid, row, words) -> None:
     check = verify_cache(place(pid), row)
