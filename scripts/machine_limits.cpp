@@ -50,22 +50,22 @@ uint64_t read_all(const unsigned char* data, int64_t bytes) {
     return sum;
 }
 
+// One variable for each chain: as an array they would be kept in memory.
+#define CHAINS(EACH) EACH(0) EACH(1) EACH(2) EACH(3) EACH(4) EACH(5) EACH(6) EACH(7) EACH(8) EACH(9) EACH(10) EACH(11)
+
 float multiply_and_add() {
-    Floats sums[kChains] = {};
     volatile float one = 1.0F, small = 1e-9F;
     const Floats a = Floats{} + one, b = Floats{} + small;
+#define DECLARE(i) Floats sum##i = {};
+    CHAINS(DECLARE)
     for (int64_t step = 0; step < kSteps; ++step) {
-#pragma GCC unroll 12
-        for (int i = 0; i < kChains; ++i) {
-            sums[i] = sums[i] * a + b;
-            // Keeps each chain in its own register and the loop from being folded.
-            asm volatile("" : "+x"(sums[i]));
-        }
+        // The empty statement keeps the loop from being folded.
+#define ADD(i) sum##i = sum##i * a + b; asm volatile("" : "+x"(sum##i));
+        CHAINS(ADD)
     }
     float sum = 0;
-    for (const Floats& each : sums) {
-        sum += each[0];
-    }
+#define TAKE(i) sum += sum##i[0];
+    CHAINS(TAKE)
     return sum;
 }
 

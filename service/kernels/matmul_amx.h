@@ -19,8 +19,17 @@ constexpr int64_t kTileColumns = 32;
 constexpr int64_t kTileBytes = 1024;
 // Rows of inputs that are laid out for the tiles at a time.
 constexpr int64_t kChunkRows = 512;
+// How far ahead weights are asked for that nobody has read yet.
+constexpr int64_t kTilesAhead = 3;
 
+// Tiles 0 to 3 hold sums, 4 and 5 inputs, 6 and 7 weights; sums and inputs may have fewer rows than 16.
 struct alignas(64) TileConfig {
+    explicit TileConfig(int64_t count) {
+        const auto few = static_cast<uint8_t>(count);
+        for (int i = 0; i < 6; ++i) {
+            rows[i] = few;
+        }
+    }
     uint8_t palette = 1;
     uint8_t start_row = 0;
     uint8_t reserved[14] = {};
@@ -30,53 +39,72 @@ struct alignas(64) TileConfig {
 
 inline bool applies(const numaserve_matmul& m) { return m.x.dtype == NUMASERVE_BF16 && m.weight.format == NUMASERVE_BF16; }
 
+// Rows of whole tiles are read where they lie.
+inline bool in_place(const numaserve_matmul& m) { return m.weight.columns % kTileColumns == 0; }
+
 inline int64_t padded_columns(const numaserve_matmul& m) { return blocks_of(m.weight.columns, kTileColumns) * kTileColumns; }
 
 inline numaserve::ScratchSize scratch(const numaserve_matmul& m) {
     if (!applies(m)) {
         return numaserve::avx512_kernels().matmul_scratch(m);
     }
-    const int64_t rows = blocks_of(least(m.rows, kChunkRows), kTileRows) * kTileRows;
+    const int64_t rows = in_place(m) ? 0 : least(m.rows, kChunkRows);
     return {static_cast<size_t>(rows * padded_columns(m) * 2), static_cast<size_t>(6 * kTileBytes)};
 }
 
-// Inputs as tiles [row block][column block][16][32], zeros where the matrix ends.
-inline void lay_out(const numaserve_matmul& m, int64_t first, int64_t rows, Range blocks, unsigned char* target) {
+// Inputs in rows of whole tiles, zeros where the matrix ends.
+inline void lay_out(const numaserve_matmul& m, int64_t first, Range rows, uint16_t* target) {
     const int64_t columns = padded_columns(m);
-    for (int64_t r = blocks.begin * kTileRows; r < blocks.end * kTileRows; ++r) {
+    for (int64_t r = rows.begin; r < rows.end; ++r) {
         const auto* row = static_cast<const uint16_t*>(m.x.data) + (first + r) * m.x.stride;
-        for (int64_t k = 0; k < columns; k += kTileColumns) {
-            const int64_t tile = r / kTileRows * (columns / kTileColumns) + k / kTileColumns;
-            unsigned char* to = target + tile * kTileBytes + r % kTileRows * 64;
-            const int64_t count = r < rows ? least(m.weight.columns - k, kTileColumns) : 0;
-            if (count < kTileColumns) {
-                memset(to, 0, 64);
-            }
-            if (count > 0) {
-                memcpy(to, row + k, static_cast<size_t>(count * 2));
-            }
-        }
+        memcpy(target + r * columns, row, static_cast<size_t>(m.weight.columns * 2));
+        memset(target + r * columns + m.weight.columns, 0, static_cast<size_t>((columns - m.weight.columns) * 2));
     }
 }
 
-// Two blocks of rows by two panels; `second_block` and `second_panel` say which of them are there.
+// Rows of inputs, whose columns are whole tiles.
+struct Inputs {
+    const uint16_t* data;
+    int64_t stride;
+    // Of the first of them in the matrix.
+    int64_t first_row;
+};
+
+// One or two blocks of rows, and one or two panels; `meets_memory` says that nobody asked for these weights before.
+struct Unit {
+    int64_t row;
+    int64_t block_rows;
+    int64_t blocks;
+    int64_t panel;
+    int64_t panels;
+    bool meets_memory;
+};
+
+// The tiles are configured for the rows of a block.
 class Product {
    public:
     Product(const numaserve_matmul& m, const packed::Layout& layout, unsigned char* own)
         : m_(m), layout_(layout), sums_(reinterpret_cast<float*>(own)), edge_(own + 4 * kTileBytes) {}
 
-    void run(const unsigned char* a, int64_t first_row, int64_t rows, int64_t panel, bool second_panel) {
-        const bool second_block = rows > kTileRows;
-        const int64_t steps = padded_columns(m_) / kTileColumns;
-        const unsigned char* a1 = a + steps * kTileBytes;
-        const auto* b = static_cast<const unsigned char*>(m_.weight.data) + panel * layout_.panel_bytes;
+    void run(const Inputs& inputs, const Unit& unit) {
+        const bool second_block = unit.blocks > 1, second_panel = unit.panels > 1;
+        const int64_t steps = padded_columns(m_) / kTileColumns, stride = inputs.stride * 2;
+        const uint16_t* a = inputs.data + unit.row * inputs.stride;
+        const uint16_t* a1 = a + kTileRows * inputs.stride;
+        const auto* b = static_cast<const unsigned char*>(m_.weight.data) + unit.panel * layout_.panel_bytes;
         const unsigned char* b1 = b + layout_.panel_bytes;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t step = 0; step < steps; ++step) {
-            _tile_loadd(4, a + step * kTileBytes, 64);
+            if (unit.meets_memory) {
+                ask_for(b + (step + kTilesAhead) * kTileBytes);
+                if (second_panel) {
+                    ask_for(b1 + (step + kTilesAhead) * kTileBytes);
+                }
+            }
+            _tile_loadd(4, a + step * kTileColumns, stride);
             _tile_loadd(6, weights_at(b, step, 0), 64);
             _tile_dpbf16ps(0, 4, 6);
             if (second_panel) {
@@ -84,7 +112,7 @@ class Product {
                 _tile_dpbf16ps(1, 4, 7);
             }
             if (second_block) {
-                _tile_loadd(5, a1 + step * kTileBytes, 64);
+                _tile_loadd(5, a1 + step * kTileColumns, stride);
                 _tile_dpbf16ps(2, 5, 6);
                 if (second_panel) {
                     _tile_dpbf16ps(3, 5, 7);
@@ -95,22 +123,31 @@ class Product {
         _tile_stored(1, sums_ + 256, 64);
         _tile_stored(2, sums_ + 512, 64);
         _tile_stored(3, sums_ + 768, 64);
-        for (int64_t r = 0; r < rows; ++r) {
-            const float* row = sums_ + r / kTileRows * 512 + r % kTileRows * 16;
-            matmul::finish(m_, simd::load(row), nullptr, first_row + r, panel);
-            if (second_panel) {
-                matmul::finish(m_, simd::load(row + 256), nullptr, first_row + r, panel + 1);
+        for (int64_t block = 0; block < unit.blocks; ++block) {
+            for (int64_t r = 0; r < unit.block_rows; ++r) {
+                const float* sums = sums_ + block * 512 + r * 16;
+                const int64_t row = inputs.first_row + unit.row + block * kTileRows + r;
+                matmul::finish(m_, simd::load(sums), nullptr, row, unit.panel);
+                if (second_panel) {
+                    matmul::finish(m_, simd::load(sums + 256), nullptr, row, unit.panel + 1);
+                }
             }
         }
     }
 
    private:
+    static void ask_for(const unsigned char* tile) {
+#pragma GCC unroll 16
+        for (int64_t line = 0; line < kTileBytes; line += 64) {
+            simd::prefetch(tile + line);
+        }
+    }
+
     // Sixteen pairs of columns of a panel; where it has fewer left, a copy that is filled up with zeros.
     const unsigned char* weights_at(const unsigned char* panel, int64_t step, int64_t copy) {
         const unsigned char* from = panel + step * kTileBytes;
         const int64_t pairs = layout_.pairs - step * 16;
         if (pairs >= 16) {
-            simd::prefetch(from + 4 * kTileBytes);
             return from;
         }
         unsigned char* edge = edge_ + copy * kTileBytes;
@@ -125,31 +162,55 @@ class Product {
     unsigned char* edge_;
 };
 
+// Whole blocks of rows, two by two, by all panels. A pair of panels stays in cache while all rows pass over it.
+inline void run_whole_blocks(const Team& team, Product& product, const Inputs& inputs, int64_t blocks, int64_t panels) {
+    const int64_t pairs_of_blocks = blocks_of(blocks, 2);
+    const Range mine = numaserve::share(blocks_of(panels, 2) * pairs_of_blocks, team.index, team.size);
+    for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
+        const int64_t panel = 2 * (unit / pairs_of_blocks), block = 2 * (unit % pairs_of_blocks);
+        const bool is_first = block == 0 || unit == mine.begin;
+        product.run(inputs, {block * kTileRows, kTileRows, least(2, blocks - block), panel, least(2, panels - panel), is_first});
+    }
+}
+
+// The rows after the last whole block. Panels are shared out one by one, since few rows mean little work for each.
+inline void run_last_rows(const Team& team, Product& product, const Inputs& inputs, Range rows, int64_t panels) {
+    const bool is_all = rows.begin == 0;
+    const Range mine = numaserve::share(panels, team.index, team.size);
+    for (int64_t panel = mine.begin; panel < mine.end; panel += 2) {
+        product.run(inputs, {rows.begin, rows.end - rows.begin, 1, panel, least(2, mine.end - panel), is_all});
+    }
+}
+
 inline void run(const Team& team, const numaserve_matmul& m) {
     if (!applies(m)) {
         return numaserve::avx512_kernels().matmul(team, m);
     }
     const packed::Layout layout = packed::layout_of(m.weight);
-    const TileConfig config;
-    _tile_loadconfig(&config);
     Product product(m, layout, team.own);
-    const int64_t pairs_of_panels = blocks_of(layout.panels, 2);
-    for (int64_t first = 0; first < m.rows; first += kChunkRows) {
-        const int64_t rows = least(kChunkRows, m.rows - first);
-        const int64_t blocks = blocks_of(rows, kTileRows);
-        if (first > 0) {
+    const int64_t chunk = in_place(m) ? m.rows : kChunkRows;
+    for (int64_t first = 0; first < m.rows; first += chunk) {
+        const int64_t rows = least(chunk, m.rows - first);
+        Inputs inputs{static_cast<const uint16_t*>(m.x.data) + first * m.x.stride, m.x.stride, first};
+        if (!in_place(m)) {
+            auto* laid_out = reinterpret_cast<uint16_t*>(team.shared);
+            if (first > 0) {
+                team.barrier();
+            }
+            lay_out(m, first, numaserve::share(rows, team.index, team.size), laid_out);
             team.barrier();
+            inputs = {laid_out, padded_columns(m), first};
         }
-        lay_out(m, first, rows, numaserve::share(blocks, team.index, team.size), team.shared);
-        team.barrier();
-        // A pair of panels stays in cache while all rows pass over it.
-        const int64_t pairs_of_blocks = blocks_of(blocks, 2);
-        const Range mine = numaserve::share(pairs_of_panels * pairs_of_blocks, team.index, team.size);
-        for (int64_t unit = mine.begin; unit < mine.end; ++unit) {
-            const int64_t panel = 2 * (unit / pairs_of_blocks);
-            const int64_t row = 2 * kTileRows * (unit % pairs_of_blocks);
-            const unsigned char* a = team.shared + row * padded_columns(m) * 2;
-            product.run(a, first + row, least(2 * kTileRows, rows - row), panel, panel + 1 < layout.panels);
+        const int64_t blocks = rows / kTileRows;
+        if (blocks > 0) {
+            const TileConfig whole(kTileRows);
+            _tile_loadconfig(&whole);
+            run_whole_blocks(team, product, inputs, blocks, layout.panels);
+        }
+        if (rows % kTileRows != 0) {
+            const TileConfig few(rows % kTileRows);
+            _tile_loadconfig(&few);
+            run_last_rows(team, product, inputs, {blocks * kTileRows, rows}, layout.panels);
         }
     }
     _tile_release();

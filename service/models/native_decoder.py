@@ -18,13 +18,15 @@ class NativeDecoder:
     """A model over packed weights that it only reads. To be used by one thread, in the process that made `pool`.
 
     Buffers grow with the largest step that was met: about 4 * (3 hidden + 3 intermediate + 5 heads * head_dim) bytes for
-    each row of it, and 4 * (hidden + vocab) for each row whose logits were wanted.
+    each row of it, and 4 * (hidden + vocab) for each row whose logits were wanted. What matrices are multiplied with is
+    rounded to `input_dtype`.
     """
 
     def __init__(self, config: ModelConfig, weights: NativeWeights, pool: KernelPool) -> None:
         self.config = config
         self._weights = weights
         self._pool = pool
+        self.input_dtype = weights.input_dtype(pool.isa)
         self._rotary = {
             layer.rope: RotaryTable(layer.rope) for layer in config.layers if layer.rope is not None
         }
@@ -62,7 +64,9 @@ class NativeDecoder:
         step = self._step
         if step is None or step.rows < rows or step.cache is not cache:
             capacity = _capacity(rows, _LEAST_ROWS)
-            step = NativeStep(self.config, self._weights, self._pool, cache, self._rotary, capacity)
+            step = NativeStep(
+                self.config, self._weights, self._pool, cache, self._rotary, capacity, self.input_dtype
+            )
             self._step = step
         rotations = {}
         if self._gathered:
@@ -80,7 +84,7 @@ class _Head:
         self._capacity = capacity
         self._rows = torch.zeros(capacity, dtype=torch.int64)
         self._logits = torch.empty(capacity, config.vocab_size)
-        last = torch.empty(capacity, config.hidden_size)
+        last = torch.empty(capacity, config.hidden_size, dtype=step.input_dtype)
         scale, softcap = config.logits_scale, config.logits_softcap
         parts = (
             _normalise(config, weights, step.hidden, last, self._rows),

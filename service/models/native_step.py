@@ -43,6 +43,11 @@ class NativeWeights:
         """[vocab, hidden]; the embedding where they are tied."""
         return self.matrices.get("lm_head.weight", self.embedding)
 
+    def input_dtype(self, isa: str) -> torch.dtype:
+        """bfloat16 where tile registers multiply it with weights of its kind, several times as fast as float32."""
+        all_bf16 = all(matrix.format == "bfloat16" for matrix in self.matrices.values())
+        return torch.bfloat16 if isa == "amx" and all_bf16 and not self.experts else torch.float32
+
 
 @dataclass
 class _Part:
@@ -54,7 +59,9 @@ class _Part:
 
 
 class NativeStep:
-    """The operations of a step of up to `rows` rows, over one cache. Buffers are float32."""
+    """The operations of a step of up to `rows` rows, over one cache. Buffers are float32, but for those that matrices are
+    multiplied with where `input_dtype` is bfloat16.
+    """
 
     def __init__(
         self,
@@ -64,8 +71,10 @@ class NativeStep:
         cache: PagedKVCache,
         rotary: Mapping[RopeConfig, RotaryTable],
         rows: int,
+        input_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.rows = rows
+        self.input_dtype = input_dtype
         self.cache = cache
         self._config = config
         self._weights = weights
@@ -77,13 +86,14 @@ class NativeStep:
         self._slots = torch.zeros(rows, dtype=torch.int64)
         self._positions = torch.zeros(rows, dtype=torch.int64)
         self.hidden = torch.empty(rows, config.hidden_size)
-        self._normed = torch.empty(rows, config.hidden_size)
-        self._change = torch.empty(rows, config.hidden_size) if config.post_norm else self._normed
+        self._normed = torch.empty(rows, config.hidden_size, dtype=input_dtype)
+        has_own_change = config.post_norm or input_dtype != torch.float32
+        self._change = torch.empty(rows, config.hidden_size) if has_own_change else self._normed
         self._qkv = torch.empty(rows, joined)
         self._query = torch.empty(rows, heads)
-        self._attended = torch.empty(rows, heads)
+        self._attended = torch.empty(rows, heads, dtype=input_dtype)
         self._gate_up = torch.empty(rows, 2 * width)
-        self._gated = torch.empty(rows, width)
+        self._gated = torch.empty(rows, width, dtype=input_dtype)
         # Of ropes that depend on lengths each row's cosines and sines; of the others tables by position.
         self._rotations = {
             rope: (torch.empty(rows, rope.rotary_dim // 2), torch.empty(rows, rope.rotary_dim // 2))

@@ -140,7 +140,10 @@ def test_stored_dtypes_and_shards(tmp_path: Path, dtype: str, shards: str) -> No
     model = Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     harness = Harness(load_decoder(tmp_path))
     logits = harness.prefill(harness.start(tokens(30)))
-    torch.testing.assert_close(logits, reference(model, tokens(30), 30), atol=1e-4, rtol=0)
+    # Tile registers multiply bf16 weights with bf16 inputs.
+    rounds = getattr(harness.decoder, "input_dtype", torch.float32) != torch.float32
+    tolerance = 0.05 if rounds else 1e-4
+    torch.testing.assert_close(logits, reference(model, tokens(30), 30), atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
