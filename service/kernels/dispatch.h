@@ -26,6 +26,8 @@ struct KernelTable {
     void (*activation)(const Team&, const numaserve_activation&);
     void (*add)(const Team&, const numaserve_add&);
     void (*embedding)(const Team&, const numaserve_embedding&);
+    ScratchSize (*sample_scratch)(const numaserve_sample&);
+    void (*sample)(const Team&, const numaserve_sample&);
 };
 
 // The kernels of one instruction set, null isa: the best that this machine runs. Null, with the error set, where there are none.

@@ -266,6 +266,44 @@ def embedding(
     return Operation(arguments, ids, table, out)
 
 
+def sample(
+    logits: torch.Tensor,
+    choices: Sequence[structures.Choice],
+    largest: torch.Tensor,
+    tokens: torch.Tensor,
+    weights: torch.Tensor | None = None,
+) -> Operation:
+    """For each row of logits [rows, columns] float32 its largest number, in largest [rows] float32, and the token that its
+    choice picks, in tokens [rows] int64: -1 where the largest is infinite, or NaN because the row holds one.
+
+    A token's weight is the integer nearest to 2**30 * exp((logit - largest) / temperature), computed in float32; weights
+    [rows, columns] int32 gets those of the tokens that are kept, and 0 for the others.
+    """
+    rows, columns = logits.shape
+    if len(choices) != rows:
+        raise ValueError(f"choices: must be {rows}, not {len(choices)}")
+    if logits.dtype != torch.float32:
+        raise ValueError(f"logits: must be float32, not {logits.dtype}")
+    _indices("tokens", tokens, (rows,))
+    if largest.dtype != torch.float32 or largest.shape != (rows,) or not largest.is_contiguous():
+        raise ValueError(f"largest: must be contiguous float32 [{rows}]")
+    if weights is not None and (weights.dtype != torch.int32 or weights.shape != logits.shape):
+        raise ValueError(f"weights: must be int32 {list(logits.shape)}")
+    if weights is not None and not weights.is_contiguous():
+        raise ValueError("weights: must be contiguous")
+    array = (structures.Choice * rows)(*choices)
+    arguments = structures.Sample(
+        _rows("logits", logits, rows, columns),
+        ctypes.addressof(array),
+        largest.data_ptr(),
+        tokens.data_ptr(),
+        None if weights is None else weights.data_ptr(),
+        rows,
+        columns,
+    )
+    return Operation(arguments, logits, array, largest, tokens, weights)
+
+
 def _rows(name: str, tensor: torch.Tensor, rows: int, columns: int) -> Array:
     if tensor.dim() != 2 or tensor.shape[0] != rows or tensor.shape[1] != columns:
         raise ValueError(f"{name}: must be [{rows}, {columns}], not {list(tensor.shape)}")

@@ -30,6 +30,8 @@ void run_operation(const Team& team, const KernelTable& kernels, const numaserve
             return kernels.activation(team, *static_cast<const numaserve_activation*>(arguments));
         case NUMASERVE_ADD:
             return kernels.add(team, *static_cast<const numaserve_add*>(arguments));
+        case NUMASERVE_SAMPLE:
+            return kernels.sample(team, *static_cast<const numaserve_sample*>(arguments));
         default:
             return kernels.embedding(team, *static_cast<const numaserve_embedding*>(arguments));
     }
@@ -52,6 +54,8 @@ ScratchSize scratch_of(const KernelTable& kernels, const numaserve_operation& op
             return kernels.matmul_scratch(*static_cast<const numaserve_matmul*>(operation.arguments));
         case NUMASERVE_ATTENTION:
             return kernels.attention_scratch(*static_cast<const numaserve_attention*>(operation.arguments), threads);
+        case NUMASERVE_SAMPLE:
+            return kernels.sample_scratch(*static_cast<const numaserve_sample*>(operation.arguments));
         default:
             return {0, 0};
     }

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from service.engine.logprobs import prompt_logprobs
+from service.engine.picker import open_picker
 from service.engine.request import SamplingParams
 from service.engine.sampler import SamplingState, sample
 
@@ -15,7 +16,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     params = SamplingParams(
         max_tokens=9, temperature=0.2, top_k=3, logit_bias={7: 100.0}, repetition_penalty=1.5, logprobs=4
     )
-    token = sample(logits, [SamplingState(params, [1, 2], 0, 300, [])])[0]
+    token = sample(logits, [SamplingState(params, [1, 2], 0, 300, [])], open_picker())[0]
     expected = logits[0].double().log_softmax(0)
     assert token.logprobs is not None
     assert token.logprobs.chosen is not None
@@ -30,7 +31,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 def test_zero_logprobs_are_the_chosen_token_alone() -> None:
     params = SamplingParams(max_tokens=9, temperature=0.0, logprobs=0)
-    token = sample(torch.tensor([[0.0, 1.0]]), [SamplingState(params, [], 0, 2, [])])[0]
+    token = sample(torch.tensor([[0.0, 1.0]]), [SamplingState(params, [], 0, 2, [])], open_picker())[0]
     assert token.logprobs is not None
     assert token.logprobs.chosen is not None
     assert token.logprobs.top == ()
