@@ -171,7 +171,9 @@ class Engine:
             next_ids = sequence.token_ids[known : known + count]
             top = state.request.params.prompt_logprobs or 0
             try:
-                sequence.prompt_logprobs += prompt_logprobs(logits[row : row + count], next_ids, top)
+                sequence.prompt_logprobs += prompt_logprobs(
+                    logits[row : row + count], next_ids, top, self._picker
+                )
             except ValueError:
                 outputs += self._book.fail(state)
             row += count

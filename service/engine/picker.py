@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from service.engine.distribution import RowSoftmax, draw
+from service.engine.distribution import RowSoftmax, draw, log_of_sum
+from service.engine.logprobs import position_logprobs
 from service.engine.narrowed import draw_narrowed
+from service.engine.request import PositionLogprobs, TokenLogprob
 from service.engine.sampling_state import SamplingState
 from service.kernels import operations
 from service.kernels.library import KernelPool, load
@@ -54,6 +56,15 @@ class ReferencePicker:
                 tokens[row] = candidates.token_id(draw(candidates.weights, state.uniform()))
         return highest, tokens
 
+    def logprobs(
+        self, logits: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]
+    ) -> list[PositionLogprobs]:
+        """For each row of logits [rows, vocab] fp32 the log probability of its token and of the `top` likeliest ones.
+
+        Among equal logits the lower token id ranks first. Raises ValueError for a row without finite maximum.
+        """
+        return position_logprobs(logits, token_ids, top)
+
 
 class KernelPicker:
     """Picks with the native kernel on the threads of a pool, which nobody else may use meanwhile."""
@@ -68,13 +79,36 @@ class KernelPicker:
         """As `ReferencePicker.pick`, which it leaves logits in the memory of a GPU to."""
         if logits.device.type != "cpu":
             return self._reference.pick(logits, drawn)
-        rows, columns = logits.shape
-        if logits.stride(1) != 1 or logits.stride(0) < columns:
-            logits = logits.contiguous()
+        logits, rows = _without_gaps(logits), len(logits)
         largest, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         choices = [_LIKELIEST if state is None else _choice(state) for state in drawn]
         self.pool.run(operations.sample(logits, choices, largest, tokens))
         return largest.tolist(), tokens.tolist()
+
+    def logprobs(
+        self, logits: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]
+    ) -> list[PositionLogprobs]:
+        """As `ReferencePicker.logprobs`."""
+        logits, rows = _without_gaps(logits.cpu()), len(logits)
+        tokens, wanted = torch.tensor([[*token_ids], [*top]], dtype=torch.int64)
+        largest = torch.empty(rows)
+        sums, ranks = torch.empty(2, rows, dtype=torch.int64)
+        likeliest = torch.empty(rows, max(top, default=0), dtype=torch.int64)
+        self.pool.run(operations.ranking(logits, tokens, wanted, largest, sums, ranks, likeliest))
+        if not bool(largest.isfinite().all()):
+            raise ValueError("the model's logits hold NaN or infinity")
+        ids = torch.cat((tokens[:, None], likeliest), dim=1)
+        values = logits.gather(1, ids.clamp(min=0)).tolist()
+        return [
+            _position(normalizer, rank, row_ids, row_values)
+            for normalizer, rank, row_ids, row_values in zip(
+                map(log_of_sum, largest.tolist(), sums.tolist()),
+                ranks.tolist(),
+                ids.tolist(),
+                values,
+                strict=True,
+            )
+        ]
 
 
 Picker = KernelPicker | ReferencePicker
@@ -98,6 +132,22 @@ def _choice(state: SamplingState) -> Choice:
     return Choice(
         filters.temperature, filters.top_p, filters.min_p, filters.typical_p, filters.top_k, state.uniform()
     )
+
+
+def _position(normalizer: float, rank: int, ids: Sequence[int], values: Sequence[float]) -> PositionLogprobs:
+    """The first id is that of the token, the others are the likeliest ones, filled up with -1."""
+    top = (
+        TokenLogprob(token_id, value - normalizer, place)
+        for place, (token_id, value) in enumerate(zip(ids[1:], values[1:], strict=True), start=1)
+        if token_id >= 0
+    )
+    return PositionLogprobs(TokenLogprob(ids[0], values[0] - normalizer, rank), tuple(top))
+
+
+def _without_gaps(logits: torch.Tensor) -> torch.Tensor:
+    if logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1]:
+        return logits
+    return logits.contiguous()
 
 
 def _peaks(logits: torch.Tensor, rows: Sequence[int]) -> tuple[list[float], list[int]]:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from service.engine.logit_edits import edited_logits
-from service.engine.logprobs import position_logprobs, prompt_logprobs
 from service.engine.picker import Picker
 from service.engine.request import PositionLogprobs
 from service.engine.sampling_state import SamplingState
@@ -63,11 +62,26 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState], picker: Picker
             tokens[row] = token_id
             if not math.isfinite(value):
                 errors.setdefault(row, "no token may be picked here")
-    return _with_logprobs(logits, states, tokens, errors)
+    return _with_logprobs(logits, states, tokens, errors, picker)
+
+
+def prompt_logprobs(
+    logits: torch.Tensor, next_ids: Sequence[int], top: int, picker: Picker
+) -> list[PositionLogprobs]:
+    """Log probabilities of a prompt's tokens: row i of logits [rows, vocab] fp32 predicts `next_ids[i]`.
+
+    The first token of a prompt is predicted by no row; the caller reports it without `chosen`. Raises
+    ValueError for a row without finite maximum.
+    """
+    return picker.logprobs(logits, next_ids, [top] * len(next_ids))
 
 
 def _with_logprobs(
-    logits: torch.Tensor, states: Sequence[SamplingState], tokens: Sequence[int], errors: dict[int, str]
+    logits: torch.Tensor,
+    states: Sequence[SamplingState],
+    tokens: Sequence[int],
+    errors: dict[int, str],
+    picker: Picker,
 ) -> list[SampledToken]:
     wanted = {
         row: state.params.logprobs
@@ -76,8 +90,9 @@ def _with_logprobs(
     }
     logprobs: dict[int, PositionLogprobs] = {}
     if wanted:
-        found = position_logprobs(
-            logits[torch.tensor(list(wanted), device=logits.device)],
+        whole = len(wanted) == len(states)
+        found = picker.logprobs(
+            logits if whole else logits[torch.tensor(list(wanted), device=logits.device)],
             [tokens[row] for row in wanted],
             list(wanted.values()),
         )

@@ -142,16 +142,18 @@ bool check(const numaserve_choice& choice) {
     return (choice.min_p >= 0 && choice.min_p <= 1) || fail("min_p", "is not from 0 to 1");
 }
 
-bool check(const numaserve_sample& op) {
+bool check_logits(const numaserve_array& logits, int64_t rows, int64_t columns) {
     // What counts tokens fits 32 bits, and the sum of all weights the whole numbers of a double.
-    if (op.columns > INT64_C(1) << 22) {
+    if (columns > INT64_C(1) << 22) {
         return fail("columns", "must be at most 2^22");
     }
-    if (!check_sizes(op.rows, op.columns) || !check_array("logits", op.logits, op.rows, op.columns)) {
+    return check_sizes(rows, columns) && check_array("logits", logits, rows, columns) &&
+           (logits.dtype == NUMASERVE_F32 || fail("logits", "must be fp32"));
+}
+
+bool check(const numaserve_sample& op) {
+    if (!check_logits(op.logits, op.rows, op.columns)) {
         return false;
-    }
-    if (op.logits.dtype != NUMASERVE_F32) {
-        return fail("logits", "must be fp32");
     }
     if (op.rows > 0 && (op.choices == nullptr || op.largest == nullptr || op.tokens == nullptr)) {
         return fail("choices, largest, tokens", "must be given");
@@ -162,6 +164,17 @@ bool check(const numaserve_sample& op) {
         }
     }
     return true;
+}
+
+bool check(const numaserve_ranking& op) {
+    if (!check_logits(op.logits, op.rows, op.columns)) {
+        return false;
+    }
+    if (op.rows > 0 && (op.tokens == nullptr || op.top == nullptr || op.largest == nullptr || op.sums == nullptr ||
+                        op.ranks == nullptr || (op.likeliest == nullptr && op.most > 0))) {
+        return fail("tokens, top, largest, sums, ranks, likeliest", "must be given");
+    }
+    return check_indices("tokens", op.tokens, op.rows, 0, op.columns) && check_indices("top", op.top, op.rows, 0, op.most + 1);
 }
 
 }  // namespace
@@ -228,6 +241,8 @@ bool check_operation(const numaserve_operation& operation) {
             return check(*static_cast<const numaserve_embedding*>(arguments));
         case NUMASERVE_SAMPLE:
             return check(*static_cast<const numaserve_sample*>(arguments));
+        case NUMASERVE_RANKING:
+            return check(*static_cast<const numaserve_ranking*>(arguments));
         default:
             return fail("kind", "is no operation");
     }

@@ -20,7 +20,8 @@ constexpr numaserve::KernelTable make_table(const char* name) {
             elementwise::add,
             elementwise::embedding,
             sampling::scratch,
-            sampling::run};
+            sampling::sample,
+            sampling::ranking};
 }
 
 }  // namespace

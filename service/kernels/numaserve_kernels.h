@@ -197,6 +197,23 @@ typedef struct {
     int64_t columns;
 } numaserve_sample;
 
+// For each row of fp32 logits [rows, columns] what its log probabilities are made of: the largest logit, NaN where the row holds one,
+// and the sum of weights at temperature 1, so that log(sum(e^logit)) = largest + log(sum / 2^30); the rank of tokens[row], from 1 on,
+// where of equal logits the lower token ranks first; and in likeliest [rows, most] the top[row] likeliest tokens in the order of
+// ranks, or all, then -1. A row whose largest logit is not finite has sum and rank 0.
+typedef struct {
+    numaserve_array logits;
+    const int64_t* tokens;
+    const int64_t* top;
+    float* largest;
+    int64_t* sums;
+    int64_t* ranks;
+    int64_t* likeliest;
+    int64_t most;
+    int64_t rows;
+    int64_t columns;
+} numaserve_ranking;
+
 enum {
     NUMASERVE_MATMUL = 0,
     NUMASERVE_RMS_NORM = 1,
@@ -206,6 +223,7 @@ enum {
     NUMASERVE_ADD = 5,
     NUMASERVE_EMBEDDING = 6,
     NUMASERVE_SAMPLE = 7,
+    NUMASERVE_RANKING = 8,
 };
 
 typedef struct {

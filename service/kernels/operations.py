@@ -282,11 +282,8 @@ def sample(
     rows, columns = logits.shape
     if len(choices) != rows:
         raise ValueError(f"choices: must be {rows}, not {len(choices)}")
-    if logits.dtype != torch.float32:
-        raise ValueError(f"logits: must be float32, not {logits.dtype}")
+    _check_logits(logits, largest)
     _indices("tokens", tokens, (rows,))
-    if largest.dtype != torch.float32 or largest.shape != (rows,) or not largest.is_contiguous():
-        raise ValueError(f"largest: must be contiguous float32 [{rows}]")
     if weights is not None and (weights.dtype != torch.int32 or weights.shape != logits.shape):
         raise ValueError(f"weights: must be int32 {list(logits.shape)}")
     if weights is not None and not weights.is_contiguous():
@@ -302,6 +299,45 @@ def sample(
         columns,
     )
     return Operation(arguments, logits, array, largest, tokens, weights)
+
+
+def ranking(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    top: torch.Tensor,
+    largest: torch.Tensor,
+    sums: torch.Tensor,
+    ranks: torch.Tensor,
+    likeliest: torch.Tensor,
+) -> Operation:
+    """What the log probabilities of logits [rows, columns] float32 are made of.
+
+    For each row, in largest [rows] float32 its largest logit, NaN where the row holds one; in sums [rows] int64
+    2**30 * sum(exp(logit - largest)), each of them rounded; in ranks [rows] int64 the rank, from 1 on, of its token in
+    tokens [rows] int64, where of equal logits the lower token ranks first; in likeliest [rows, most] int64 its top[row]
+    likeliest tokens (top int64, at most `most`) by rank, then -1. Sum and rank are 0 where the largest is not finite.
+    """
+    rows, columns = logits.shape
+    _check_logits(logits, largest)
+    for name, tensor in {"tokens": tokens, "top": top, "sums": sums, "ranks": ranks}.items():
+        _indices(name, tensor, (rows,))
+    most = likeliest.shape[-1]
+    _indices("likeliest", likeliest, (rows, most))
+    arguments = structures.Ranking(
+        _rows("logits", logits, rows, columns),
+        *(tensor.data_ptr() for tensor in (tokens, top, largest, sums, ranks, likeliest)),
+        most,
+        rows,
+        columns,
+    )
+    return Operation(arguments, logits, tokens, top, largest, sums, ranks, likeliest)
+
+
+def _check_logits(logits: torch.Tensor, largest: torch.Tensor) -> None:
+    if logits.dtype != torch.float32:
+        raise ValueError(f"logits: must be float32, not {logits.dtype}")
+    if largest.dtype != torch.float32 or largest.shape != logits.shape[:1] or not largest.is_contiguous():
+        raise ValueError(f"largest: must be contiguous float32 [{len(logits)}]")
 
 
 def _rows(name: str, tensor: torch.Tensor, rows: int, columns: int) -> Array:

@@ -1,4 +1,4 @@
-// Picks a token from each row of logits: softmax, filters and draw, over integer weights.
+// Picks a token from each row of logits: softmax, filters and draw, over integer weights. And what log probabilities are made of.
 //
 // A row is worked on by one thread alone, in chunks of neighbouring tokens, and nothing but its own numbers goes into the outcome.
 // Weights are integers, so that their sums have no order; what is computed in fp32 is computed by single additions and products,
@@ -306,7 +306,8 @@ struct ByDistance {
     }
 };
 
-// Calls visit(first token of kLanes, bits of those among them that reach `lowest`) where there are such.
+// Calls visit(first token of kLanes, their scores, bits of those that reach `lowest`) where there are such, in chunks of which
+// something is left.
 template <class Visit>
 void visit_from(const Row& row, float lowest, Visit visit) {
     for (int64_t c = 0; c < row.chunks; ++c) {
@@ -522,22 +523,90 @@ int64_t pick(Row& row, const numaserve_choice& choice) {
     return draw(row, choice.uniform);
 }
 
+// The rank of a token, from 1 on.
+int64_t rank_of(const Row& row, int64_t token) {
+    const float score = row.scores[token];
+    int64_t before = 0;
+    for (int64_t c = 0; c < row.chunks; ++c) {
+        if (row.chunk_largest[c] < score) {
+            continue;
+        }
+        const float* p = row.chunk(c);
+        // Where equals rank before the token: in none, some or all places of the chunk.
+        const int64_t earlier = token - c * kChunk;
+        int32_t higher = 0, equal = 0;
+        for (int64_t i = 0; i < kChunk; ++i) {
+            higher += p[i] > score;
+            equal += (p[i] == score) & (i < earlier);
+        }
+        before += higher + equal;
+    }
+    return before + 1;
+}
+
+// The `count` likeliest tokens in the order of their ranks.
+void rank(Row& row, int64_t count, int64_t* tokens) {
+    const float lowest = likeliest(row, count);
+    const ByScore order{row};
+    int64_t reached = 0;
+    for (int64_t token = 0; token < row.columns; ++token) {
+        if (token % kChunk == 0 && row.chunk_largest[token / kChunk] < lowest) {
+            token += kChunk - 1;
+        } else if (row.scores[token] >= lowest) {
+            row.entries[reached++] = {order.key(token), 0};
+        }
+    }
+    numaserve::sort_first(row.entries, reached, count);
+    for (int64_t i = 0; i < count; ++i) {
+        tokens[i] = ByScore::token(row.entries[i].key);
+    }
+}
+
 int64_t chunks_of(int64_t columns) { return (columns + kChunk - 1) / kChunk; }
 
-ScratchSize scratch(const numaserve_sample& op) { return {0, static_cast<size_t>(Memory::bytes(chunks_of(op.columns)))}; }
+ScratchSize scratch(int64_t columns) { return {0, static_cast<size_t>(Memory::bytes(chunks_of(columns)))}; }
 
-void run(const Team& team, const numaserve_sample& op) {
-    const Memory memory(team.own, chunks_of(op.columns));
-    // Neighbours tend to be alike, so that every team-size-th row is a fair share.
-    for (int64_t r = team.index; r < op.rows; r += team.size) {
-        Row row(memory, static_cast<const float*>(op.logits.data) + r * op.logits.stride, op.columns);
+// Calls work(row, its number) for the rows of this thread. Neighbours tend to be alike, so that every team-size-th row is a fair
+// share.
+template <class Work>
+void each_row(const Team& team, const numaserve_array& logits, int64_t rows, int64_t columns, Work work) {
+    const Memory memory(team.own, chunks_of(columns));
+    for (int64_t r = team.index; r < rows; r += team.size) {
+        Row row(memory, static_cast<const float*>(logits.data) + r * logits.stride, columns);
+        work(row, r);
+    }
+}
+
+void sample(const Team& team, const numaserve_sample& op) {
+    each_row(team, op.logits, op.rows, op.columns, [&](Row& row, int64_t r) {
         const bool usable = survey(row);
         op.tokens[r] = usable ? pick(row, op.choices[r]) : -1;
         op.largest[r] = row.largest;
         if (op.weights != nullptr) {
             show_weights(row, usable, op.weights + r * op.columns);
         }
-    }
+    });
+}
+
+void ranking(const Team& team, const numaserve_ranking& op) {
+    each_row(team, op.logits, op.rows, op.columns, [&](Row& row, int64_t r) {
+        const bool usable = survey(row);
+        const int64_t count = !usable ? 0 : op.top[r] < op.columns ? op.top[r] : op.columns;
+        op.largest[r] = row.largest;
+        op.sums[r] = op.ranks[r] = 0;
+        if (usable) {
+            row.factor = static_cast<float>(kLog2E);
+            weigh(row, {});
+            op.sums[r] = total(row);
+            op.ranks[r] = rank_of(row, op.tokens[r]);
+        }
+        if (count > 0) {
+            rank(row, count, op.likeliest + r * op.most);
+        }
+        for (int64_t i = count; i < op.most; ++i) {
+            op.likeliest[r * op.most + i] = -1;
+        }
+    });
 }
 
 }  // namespace sampling

@@ -19,6 +19,8 @@ uint32_t falling(float value) {
     return (bits >> 31) != 0 ? bits : ~bits & 0x7fffffffU;
 }
 
+bool before(const Ordered& a, const Ordered& b) { return a.key < b.key; }
+
 }  // namespace
 
 float largest_but(float* values, int64_t count, int64_t place) {
@@ -45,7 +47,6 @@ float largest_but(float* values, int64_t count, int64_t place) {
 }
 
 uint64_t key_reaching(Ordered* entries, int64_t count, int64_t wanted) {
-    const auto before = [](const Ordered& a, const Ordered& b) { return a.key < b.key; };
     while (count > 1) {
         const int64_t half = count / 2;
         std::nth_element(entries, entries + half, entries + count, before);
@@ -62,6 +63,10 @@ uint64_t key_reaching(Ordered* entries, int64_t count, int64_t wanted) {
         }
     }
     return entries->key;
+}
+
+void sort_first(Ordered* entries, int64_t count, int64_t first) {
+    std::partial_sort(entries, entries + first, entries + count, before);
 }
 
 }  // namespace numaserve

@@ -18,4 +18,7 @@ float largest_but(float* values, int64_t count, int64_t place);
 // Reorders the entries, of which there must be one. Takes linear time.
 uint64_t key_reaching(Ordered* entries, int64_t count, int64_t wanted);
 
+// Puts the `first` entries of least key in front, by rising key.
+void sort_first(Ordered* entries, int64_t count, int64_t first);
+
 }  // namespace numaserve

@@ -202,10 +202,28 @@ class Sample(ctypes.Structure):
     ]
 
 
+class Ranking(ctypes.Structure):
+    """numaserve_ranking."""
+
+    kind = 8
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("logits", Array),
+        ("tokens", _pointer),
+        ("top", _pointer),
+        ("largest", _pointer),
+        ("sums", _pointer),
+        ("ranks", _pointer),
+        ("likeliest", _pointer),
+        ("most", _number),
+        ("rows", _number),
+        ("columns", _number),
+    ]
+
+
 class OperationEntry(ctypes.Structure):
     """numaserve_operation."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("kind", _number), ("arguments", _pointer)]
 
 
-Arguments = Matmul | RmsNorm | Rope | Attention | Activation | Add | Embedding | Sample
+Arguments = Matmul | RmsNorm | Rope | Attention | Activation | Add | Embedding | Sample | Ranking
