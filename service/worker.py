@@ -39,10 +39,12 @@ from service.decoders import open_decoder
 from service.engine.async_engine import AsyncEngine
 from service.engine.engine import Engine, EngineConfig
 from service.engine.kv_memory import KVMemory, allocate_kv_cache
+from service.engine.picker import open_picker
 from service.engine.request import EngineStats, WorkerIdentity
 from service.listeners import leave_ports
 from service.loader.checkpoint import read_configs
 from service.models.config import ModelConfig, parse_config
+from service.models.native_decoder import NativeDecoder
 from service.relay.balanced_engine import BalancedEngine
 from service.relay.server import RelayServer
 from service.served_model import SamplingDefaults, ServedModel
@@ -188,6 +190,8 @@ class Worker:
                 prefix_caching=prepared.service.prefix_caching and config.length_dependent_from is None,
                 weights_digest=prepared.segment.manifest.digest,
             ),
+            # The decoder's own threads pick tokens too: others would spin beside them.
+            picker=open_picker(decoder.pool if isinstance(decoder, NativeDecoder) else None),
         )
 
     def _served_model(self) -> ServedModel:

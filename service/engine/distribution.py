@@ -84,7 +84,7 @@ class RowSoftmax:
 
     def log_normalizer(self, scores: Floats, highest: float) -> float:
         """log(sum(exp(scores)))."""
-        return highest + math.log(self.total(scores, highest)) - WEIGHT_BITS * math.log(2)
+        return log_of_sum(highest, self.total(scores, highest))
 
     def filtered(self, scores: Floats, highest: float, filters: Filters) -> Candidates:
         """What stays of scores [vocab] after temperature, top_k, top_p, min_p and typical_p, in that order."""
@@ -104,6 +104,11 @@ class RowSoftmax:
             kept = _typical_share(below, weights, filters.typical_p)
             weights, ids = weights[kept], kept if ids is None else ids[kept]
         return Candidates(weights, ids)
+
+
+def log_of_sum(highest: float, total: int) -> float:
+    """log(sum(exp(scores))) from the highest score and the sum of the weights at temperature 1."""
+    return highest + math.log(total) - WEIGHT_BITS * math.log(2)
 
 
 def draw(weights: Weights, uniform: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from service.engine.admission import Admission
 from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
+from service.engine.picker import Picker, open_picker
 from service.engine.request import EngineRequest, EngineStats, RequestOutput, RequestRejected
 from service.engine.request_book import RequestBook
 from service.engine.sampler import SampledToken, prompt_logprobs, sample
@@ -43,7 +44,8 @@ class Engine:
     """Synchronous and for one thread; `check`, `refuse_if_full` and `stats` may be called from any thread.
 
     `adapter_identity` gives what tells an adapter of a name from every other one ever loaded, or raises
-    KeyError; without it no adapter is served. `clock` is in the same seconds as the requests' times.
+    KeyError; without it no adapter is served. `clock` is in the same seconds as the requests' times. `picker` picks
+    tokens, by default that of `open_picker` without a pool.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Engine:
         config: EngineConfig,
         adapter_identity: Callable[[str], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        picker: Picker | None = None,
     ) -> None:
         self.config = config
         self.pool = BlockPool(cache.num_blocks, cache.block_size)
@@ -65,6 +68,7 @@ class Engine:
         self._model = model
         self._cache = cache
         self._clock = clock
+        self._picker = picker or open_picker()
         self._outputs: list[RequestOutput] = []
         self._steps = 0
 
@@ -166,7 +170,9 @@ class Engine:
             next_ids = sequence.token_ids[known : known + count]
             top = state.request.params.prompt_logprobs or 0
             try:
-                sequence.prompt_logprobs += prompt_logprobs(logits[row : row + count], next_ids, top)
+                sequence.prompt_logprobs += prompt_logprobs(
+                    logits[row : row + count], next_ids, top, self._picker
+                )
             except ValueError:
                 outputs += self._book.fail(state)
             row += count
@@ -174,14 +180,14 @@ class Engine:
 
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
         try:
-            return sample(logits, [sequence.sampling for sequence in sequences])
+            return sample(logits, [sequence.sampling for sequence in sequences], self._picker)
         except Exception:
             # One request's constraint may be at fault: alone, only that one fails.
             logger.exception("sampling failed; sampling its %d rows one by one", len(sequences))
         alone: list[SampledToken] = []
         for row, sequence in enumerate(sequences):
             try:
-                alone += sample(logits[row : row + 1], [sequence.sampling])
+                alone += sample(logits[row : row + 1], [sequence.sampling], self._picker)
             except Exception as error:
                 alone.append(SampledToken(-1, error=repr(error)))
         return alone

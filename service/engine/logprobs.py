@@ -26,15 +26,6 @@ def position_logprobs(
     return [_row_logprobs(softmax, *row) for row in rows]
 
 
-def prompt_logprobs(logits: torch.Tensor, next_ids: Sequence[int], top: int) -> list[PositionLogprobs]:
-    """Log probabilities of a prompt's tokens: row i of logits [rows, vocab] fp32 predicts `next_ids[i]`.
-
-    The first token of a prompt is predicted by no row; the caller reports it without `chosen`. Raises
-    ValueError for a row without finite maximum.
-    """
-    return position_logprobs(logits, next_ids, [top] * len(next_ids))
-
-
 def _row_logprobs(softmax: RowSoftmax, logits: Floats, token_id: int, top: int) -> PositionLogprobs:
     highest = float(logits.max())
     if not math.isfinite(highest):

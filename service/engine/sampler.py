@@ -1,9 +1,8 @@
 """Picks the next token of each sequence of a batch.
 
-A row's outcome depends on its logits and its own state alone, never on the rows beside it: rows are only
-compared, gathered and summed as integers, and random numbers come from (seed, completion, position). Order of
-the steps, as in transformers' `generate`: bias, penalties, minimum length, grammar; then temperature and
-filters, then the draw.
+A row's outcome depends on its logits and its own state alone, never on the rows beside it: weights are summed as
+integers, and random numbers come from (seed, completion, position). Order of the steps, as in transformers'
+`generate`: bias, penalties, minimum length, grammar; then temperature and filters, then the draw.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from service.engine.distribution import RowSoftmax, draw
 from service.engine.logit_edits import edited_logits
-from service.engine.logprobs import position_logprobs, prompt_logprobs
-from service.engine.narrowed import draw_narrowed
+from service.engine.picker import Picker
 from service.engine.request import PositionLogprobs
 from service.engine.sampling_state import SamplingState
 
@@ -32,8 +29,8 @@ class SampledToken(NamedTuple):
     error: str | None = None
 
 
-def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-    """The next token of each row of logits [rows, vocab] fp32, which stay as they are.
+def sample(logits: torch.Tensor, states: Sequence[SamplingState], picker: Picker) -> list[SampledToken]:
+    """The next token of each row of logits [rows, vocab] fp32, which stay as they are, by `picker`.
 
     A row with NaN or infinity, or one in which nothing may be picked, gets a `SampledToken` with `error` set;
     the other rows are not touched by it.
@@ -45,7 +42,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
     if not states:
         return []
     changes = [state.changes_logits for state in states]
-    highest, tokens = _pick(
+    highest, tokens = picker.pick(
         logits,
         [
             None if changed or state.is_greedy else state
@@ -61,55 +58,30 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sample
     if changed:
         edited = edited_logits(logits, states, changed, errors)
         drawn = [None if states[row].is_greedy else states[row] for row in changed]
-        for row, value, token_id in zip(changed, *_pick(edited, drawn), strict=True):
+        for row, value, token_id in zip(changed, *picker.pick(edited, drawn), strict=True):
             tokens[row] = token_id
             if not math.isfinite(value):
                 errors.setdefault(row, "no token may be picked here")
-    return _with_logprobs(logits, states, tokens, errors)
+    return _with_logprobs(logits, states, tokens, errors, picker)
 
 
-def _pick(logits: torch.Tensor, drawn: Sequence[SamplingState | None]) -> tuple[list[float], list[int]]:
-    """The largest value of each row, NaN where the row holds one, and its token: drawn, or the first of the
-    likeliest where `drawn` is None. Where the largest value is not finite the token means nothing.
+def prompt_logprobs(
+    logits: torch.Tensor, next_ids: Sequence[int], top: int, picker: Picker
+) -> list[PositionLogprobs]:
+    """Log probabilities of a prompt's tokens: row i of logits [rows, vocab] fp32 predicts `next_ids[i]`.
+
+    The first token of a prompt is predicted by no row; the caller reports it without `chosen`. Raises
+    ValueError for a row without finite maximum.
     """
-    states = {row: state for row, state in enumerate(drawn) if state is not None}
-    narrowed = [row for row, state in states.items() if state.narrows]
-    others = range(len(drawn)) if not narrowed else [row for row in range(len(drawn)) if row not in narrowed]
-    highest, tokens = [0.0] * len(drawn), [-1] * len(drawn)
-    for row, value, token_id in zip(others, *_peaks(logits, others), strict=True):
-        highest[row], tokens[row] = value, token_id
-    if not states:
-        return highest, tokens
-    # Draws are made on the CPU.
-    logits = logits.cpu()
-    softmax = RowSoftmax(logits.shape[1])
-    if narrowed:
-        part = logits if len(narrowed) == len(drawn) else logits[torch.tensor(narrowed)]
-        found = draw_narrowed(part, [states[row] for row in narrowed], softmax)
-        for row, value, drawn_id in zip(narrowed, *found, strict=True):
-            highest[row], tokens[row] = value, drawn_id
-    scores = logits.numpy()
-    for row, state in states.items():
-        if math.isfinite(highest[row]) and (not state.narrows or tokens[row] < 0):
-            candidates = softmax.filtered(scores[row], highest[row], state.filters)
-            tokens[row] = candidates.token_id(draw(candidates.weights, state.uniform()))
-    return highest, tokens
-
-
-def _peaks(logits: torch.Tensor, rows: Sequence[int]) -> tuple[list[float], list[int]]:
-    """The largest value of some rows and its first column; a NaN counts as the largest."""
-    if logits.device.type == "cpu":
-        # Row by row nothing is copied; numpy's argmax is many times as fast as torch's here.
-        scores = logits.numpy()
-        columns = [int(scores[row].argmax()) for row in rows]
-        return scores[list(rows), columns].tolist(), columns
-    best = logits.argmax(dim=1)
-    values, columns = logits.gather(1, best[:, None])[:, 0].tolist(), best.tolist()
-    return [values[row] for row in rows], [columns[row] for row in rows]
+    return picker.logprobs(logits, next_ids, [top] * len(next_ids))
 
 
 def _with_logprobs(
-    logits: torch.Tensor, states: Sequence[SamplingState], tokens: Sequence[int], errors: dict[int, str]
+    logits: torch.Tensor,
+    states: Sequence[SamplingState],
+    tokens: Sequence[int],
+    errors: dict[int, str],
+    picker: Picker,
 ) -> list[SampledToken]:
     wanted = {
         row: state.params.logprobs
@@ -118,8 +90,9 @@ def _with_logprobs(
     }
     logprobs: dict[int, PositionLogprobs] = {}
     if wanted:
-        found = position_logprobs(
-            logits[torch.tensor(list(wanted), device=logits.device)],
+        whole = len(wanted) == len(states)
+        found = picker.logprobs(
+            logits if whole else logits[torch.tensor(list(wanted), device=logits.device)],
             [tokens[row] for row in wanted],
             list(wanted.values()),
         )

@@ -39,7 +39,7 @@ FLAGS = (
     # clang knows not all of these.
     "-Wno-unknown-warning-option",
 )
-COMMON = ("pool.cpp", "checks.cpp", "run.cpp", "pack.cpp")
+COMMON = ("pool.cpp", "checks.cpp", "run.cpp", "pack.cpp", "selection.cpp")
 
 
 class BuildError(Exception):

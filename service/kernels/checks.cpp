@@ -131,6 +131,52 @@ bool check(const numaserve_embedding& op) {
            check_indices("ids", op.ids, op.rows, 0, op.weight.rows);
 }
 
+bool check(const numaserve_choice& choice) {
+    // Written so that NaN fails too.
+    if (!(choice.temperature >= 0)) {
+        return fail("temperature", "is negative or NaN");
+    }
+    if (!(choice.top_p >= 0) || !(choice.typical_p >= 0)) {
+        return fail("top_p, typical_p", "one is negative or NaN");
+    }
+    return (choice.min_p >= 0 && choice.min_p <= 1) || fail("min_p", "is not from 0 to 1");
+}
+
+bool check_logits(const numaserve_array& logits, int64_t rows, int64_t columns) {
+    // What counts tokens fits 32 bits, and the sum of all weights the whole numbers of a double.
+    if (columns > INT64_C(1) << 22) {
+        return fail("columns", "must be at most 2^22");
+    }
+    return check_sizes(rows, columns) && check_array("logits", logits, rows, columns) &&
+           (logits.dtype == NUMASERVE_F32 || fail("logits", "must be fp32"));
+}
+
+bool check(const numaserve_sample& op) {
+    if (!check_logits(op.logits, op.rows, op.columns)) {
+        return false;
+    }
+    if (op.rows > 0 && (op.choices == nullptr || op.largest == nullptr || op.tokens == nullptr)) {
+        return fail("choices, largest, tokens", "must be given");
+    }
+    for (int64_t row = 0; row < op.rows; ++row) {
+        if (!check(op.choices[row])) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool check(const numaserve_ranking& op) {
+    if (!check_logits(op.logits, op.rows, op.columns)) {
+        return false;
+    }
+    if (op.rows > 0 && (op.tokens == nullptr || op.top == nullptr || op.largest == nullptr || op.sums == nullptr ||
+                        op.ranks == nullptr || (op.likeliest == nullptr && op.most > 0))) {
+        return fail("tokens, top, largest, sums, ranks, likeliest", "must be given");
+    }
+    return check_indices("tokens", op.tokens, op.rows, 0, op.columns) && check_indices("top", op.top, op.rows, 0, op.most + 1);
+}
+
 }  // namespace
 
 bool check_format(int64_t format, int64_t group, int64_t rows, int64_t columns) {
@@ -193,6 +239,10 @@ bool check_operation(const numaserve_operation& operation) {
             return check(*static_cast<const numaserve_add*>(arguments));
         case NUMASERVE_EMBEDDING:
             return check(*static_cast<const numaserve_embedding*>(arguments));
+        case NUMASERVE_SAMPLE:
+            return check(*static_cast<const numaserve_sample*>(arguments));
+        case NUMASERVE_RANKING:
+            return check(*static_cast<const numaserve_ranking*>(arguments));
         default:
             return fail("kind", "is no operation");
     }

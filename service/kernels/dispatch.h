@@ -26,6 +26,9 @@ struct KernelTable {
     void (*activation)(const Team&, const numaserve_activation&);
     void (*add)(const Team&, const numaserve_add&);
     void (*embedding)(const Team&, const numaserve_embedding&);
+    ScratchSize (*sampling_scratch)(int64_t columns);
+    void (*sample)(const Team&, const numaserve_sample&);
+    void (*ranking)(const Team&, const numaserve_ranking&);
 };
 
 // The kernels of one instruction set, null isa: the best that this machine runs. Null, with the error set, where there are none.

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "matmul.h"
+#include "sampling.h"
 
 namespace {
 
@@ -17,7 +18,10 @@ constexpr numaserve::KernelTable make_table(const char* name) {
             elementwise::rope,
             elementwise::activation,
             elementwise::add,
-            elementwise::embedding};
+            elementwise::embedding,
+            sampling::scratch,
+            sampling::sample,
+            sampling::ranking};
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from service.kernels.build import LIBRARY
 
-ABI = 1
+ABI = 2
 FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 INTEGER_FORMATS = ("int8", "int4")
 # Columns that may share a scale; 0 is all of a row.

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define NUMASERVE_KERNELS_ABI 1
+#define NUMASERVE_KERNELS_ABI 2
 
 // Element types, and the formats of packed weights.
 enum {
@@ -169,6 +169,51 @@ typedef struct {
     float unused;
 } numaserve_embedding;
 
+// How the token of one row is drawn. temperature 0: the first of the largest logits, whatever the rest says. Otherwise what is kept
+// after top_k (0: all), top_p (from 1 on: all), min_p (0: all) and typical_p (from 1 on: all), in that order; `uniform` / 2^64
+// is the place in the sum of the weights that are kept, by rising token.
+typedef struct {
+    double temperature;
+    double top_p;
+    double min_p;
+    double typical_p;
+    int64_t top_k;
+    uint64_t uniform;
+} numaserve_choice;
+
+// For each row of fp32 logits [rows, columns] the largest one and the token that choices[row] picks. A row that holds NaN, whose
+// largest is then NaN, or in which no logit or an infinite one is largest has token -1.
+//
+// A token's weight is the integer nearest to 2^30 * e^((logit - largest) / temperature), computed in fp32, with the same bits by
+// every instruction set. top_k keeps all that equal the last one kept, top_p of these those with the lowest tokens.
+// `weights` [rows, columns], null where nobody asks, gets the weights that were drawn from: 0 for what was not kept.
+typedef struct {
+    numaserve_array logits;
+    const numaserve_choice* choices;
+    float* largest;
+    int64_t* tokens;
+    int32_t* weights;
+    int64_t rows;
+    int64_t columns;
+} numaserve_sample;
+
+// For each row of fp32 logits [rows, columns] what its log probabilities are made of: the largest logit, NaN where the row holds one,
+// and the sum of weights at temperature 1, so that log(sum(e^logit)) = largest + log(sum / 2^30); the rank of tokens[row], from 1 on,
+// where of equal logits the lower token ranks first; and in likeliest [rows, most] the top[row] likeliest tokens in the order of
+// ranks, or all, then -1. A row whose largest logit is not finite has sum and rank 0.
+typedef struct {
+    numaserve_array logits;
+    const int64_t* tokens;
+    const int64_t* top;
+    float* largest;
+    int64_t* sums;
+    int64_t* ranks;
+    int64_t* likeliest;
+    int64_t most;
+    int64_t rows;
+    int64_t columns;
+} numaserve_ranking;
+
 enum {
     NUMASERVE_MATMUL = 0,
     NUMASERVE_RMS_NORM = 1,
@@ -177,6 +222,8 @@ enum {
     NUMASERVE_ACTIVATION = 4,
     NUMASERVE_ADD = 5,
     NUMASERVE_EMBEDDING = 6,
+    NUMASERVE_SAMPLE = 7,
+    NUMASERVE_RANKING = 8,
 };
 
 typedef struct {

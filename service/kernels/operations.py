@@ -266,6 +266,80 @@ def embedding(
     return Operation(arguments, ids, table, out)
 
 
+def sample(
+    logits: torch.Tensor,
+    choices: Sequence[structures.Choice],
+    largest: torch.Tensor,
+    tokens: torch.Tensor,
+    weights: torch.Tensor | None = None,
+) -> Operation:
+    """For each row of logits [rows, columns] float32 its largest number, in largest [rows] float32, and the token that its
+    choice picks, in tokens [rows] int64: -1 where the largest is infinite, or NaN because the row holds one.
+
+    A token's weight is the integer nearest to 2**30 * exp((logit - largest) / temperature), computed in float32; weights
+    [rows, columns] int32 gets those of the tokens that are kept, and 0 for the others.
+    """
+    rows, columns = logits.shape
+    if len(choices) != rows:
+        raise ValueError(f"choices: must be {rows}, not {len(choices)}")
+    _check_logits(logits, largest)
+    _indices("tokens", tokens, (rows,))
+    if weights is not None and (weights.dtype != torch.int32 or weights.shape != logits.shape):
+        raise ValueError(f"weights: must be int32 {list(logits.shape)}")
+    if weights is not None and not weights.is_contiguous():
+        raise ValueError("weights: must be contiguous")
+    array = (structures.Choice * rows)(*choices)
+    arguments = structures.Sample(
+        _rows("logits", logits, rows, columns),
+        ctypes.addressof(array),
+        largest.data_ptr(),
+        tokens.data_ptr(),
+        None if weights is None else weights.data_ptr(),
+        rows,
+        columns,
+    )
+    return Operation(arguments, logits, array, largest, tokens, weights)
+
+
+def ranking(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    top: torch.Tensor,
+    largest: torch.Tensor,
+    sums: torch.Tensor,
+    ranks: torch.Tensor,
+    likeliest: torch.Tensor,
+) -> Operation:
+    """What the log probabilities of logits [rows, columns] float32 are made of.
+
+    For each row, in largest [rows] float32 its largest logit, NaN where the row holds one; in sums [rows] int64
+    2**30 * sum(exp(logit - largest)), each of them rounded; in ranks [rows] int64 the rank, from 1 on, of its token in
+    tokens [rows] int64, where of equal logits the lower token ranks first; in likeliest [rows, most] int64 its top[row]
+    likeliest tokens (top int64, at most `most`) by rank, then -1. Sum and rank are 0 where the largest is not finite.
+    """
+    rows, columns = logits.shape
+    _check_logits(logits, largest)
+    for name, tensor in {"tokens": tokens, "top": top, "sums": sums, "ranks": ranks}.items():
+        _indices(name, tensor, (rows,))
+    most = likeliest.shape[-1]
+    _indices("likeliest", likeliest, (rows, most))
+    arguments = structures.Ranking(
+        _rows("logits", logits, rows, columns),
+        *(tensor.data_ptr() for tensor in (tokens, top, largest, sums, ranks, likeliest)),
+        most,
+        rows,
+        columns,
+    )
+    return Operation(arguments, logits, tokens, top, largest, sums, ranks, likeliest)
+
+
+def _check_logits(logits: torch.Tensor, largest: torch.Tensor) -> None:
+    if logits.dtype != torch.float32:
+        raise ValueError(f"logits: must be float32, not {logits.dtype}")
+    if largest.dtype != torch.float32 or largest.shape != logits.shape[:1] or not largest.is_contiguous():
+        raise ValueError(f"largest: must be contiguous float32 [{len(logits)}]")
+
+
 def _rows(name: str, tensor: torch.Tensor, rows: int, columns: int) -> Array:
     if tensor.dim() != 2 or tensor.shape[0] != rows or tensor.shape[1] != columns:
         raise ValueError(f"{name}: must be [{rows}, {columns}], not {list(tensor.shape)}")

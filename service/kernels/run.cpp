@@ -30,6 +30,10 @@ void run_operation(const Team& team, const KernelTable& kernels, const numaserve
             return kernels.activation(team, *static_cast<const numaserve_activation*>(arguments));
         case NUMASERVE_ADD:
             return kernels.add(team, *static_cast<const numaserve_add*>(arguments));
+        case NUMASERVE_SAMPLE:
+            return kernels.sample(team, *static_cast<const numaserve_sample*>(arguments));
+        case NUMASERVE_RANKING:
+            return kernels.ranking(team, *static_cast<const numaserve_ranking*>(arguments));
         default:
             return kernels.embedding(team, *static_cast<const numaserve_embedding*>(arguments));
     }
@@ -52,6 +56,10 @@ ScratchSize scratch_of(const KernelTable& kernels, const numaserve_operation& op
             return kernels.matmul_scratch(*static_cast<const numaserve_matmul*>(operation.arguments));
         case NUMASERVE_ATTENTION:
             return kernels.attention_scratch(*static_cast<const numaserve_attention*>(operation.arguments), threads);
+        case NUMASERVE_SAMPLE:
+            return kernels.sampling_scratch(static_cast<const numaserve_sample*>(operation.arguments)->columns);
+        case NUMASERVE_RANKING:
+            return kernels.sampling_scratch(static_cast<const numaserve_ranking*>(operation.arguments)->columns);
         default:
             return {0, 0};
     }

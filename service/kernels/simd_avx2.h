@@ -40,6 +40,13 @@ inline V maximum(V a, V b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.
 inline V minimum(V a, V b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 
 inline Mask less(V a, V b) { return {_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)}; }
+// Where either is NaN.
+inline Mask unordered(V a, V b) { return {_mm256_cmp_ps(a.lo, b.lo, _CMP_UNORD_Q), _mm256_cmp_ps(a.hi, b.hi, _CMP_UNORD_Q)}; }
+inline Mask either(Mask a, Mask b) { return {_mm256_or_ps(a.lo, b.lo), _mm256_or_ps(a.hi, b.hi)}; }
+// Bit i for number i.
+inline uint32_t bits(Mask m) {
+    return static_cast<uint32_t>(_mm256_movemask_ps(m.lo)) | static_cast<uint32_t>(_mm256_movemask_ps(m.hi)) << 8;
+}
 inline V select(Mask m, V yes, V no) { return {_mm256_blendv_ps(no.lo, yes.lo, m.lo), _mm256_blendv_ps(no.hi, yes.hi, m.hi)}; }
 inline V magnitude(V a) {
     const __m256 sign = _mm256_set1_ps(-0.0F);
@@ -59,6 +66,16 @@ inline V power_of_two(V n) {
     const __m256i bias = _mm256_set1_epi32(127);
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.lo), bias), 23)),
             _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.hi), bias), 23))};
+}
+// The number whose exponent and sign are the lowest nine bits of v, its mantissa zero.
+inline V low_bits_as_exponent(V v) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v.lo), 23)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v.hi), 23))};
+}
+// Whole numbers toward zero, for numbers that fit.
+inline void store_truncated(int32_t* p, V v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_cvttps_epi32(v.lo));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), _mm256_cvttps_epi32(v.hi));
 }
 
 inline float sum(V v) {

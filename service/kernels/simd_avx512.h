@@ -31,6 +31,11 @@ inline V maximum(V a, V b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline V minimum(V a, V b) { return {_mm512_min_ps(a.v, b.v)}; }
 
 inline Mask less(V a, V b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
+// Where either is NaN.
+inline Mask unordered(V a, V b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_UNORD_Q); }
+inline Mask either(Mask a, Mask b) { return static_cast<Mask>(a | b); }
+// Bit i for number i.
+inline uint32_t bits(Mask m) { return m; }
 inline V select(Mask m, V yes, V no) { return {_mm512_mask_blend_ps(m, no.v, yes.v)}; }
 inline V magnitude(V a) { return {_mm512_abs_ps(a.v)}; }
 inline V with_sign_of(V a, V s) {
@@ -43,6 +48,10 @@ inline V power_of_two(V n) {
     const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23))};
 }
+// The number whose exponent and sign are the lowest nine bits of v, its mantissa zero.
+inline V low_bits_as_exponent(V v) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v.v), 23))}; }
+// Whole numbers toward zero, for numbers that fit.
+inline void store_truncated(int32_t* p, V v) { _mm512_storeu_si512(p, _mm512_cvttps_epi32(v.v)); }
 
 inline float sum(V v) {
     const __m256 s = _mm256_add_ps(_mm512_castps512_ps256(v.v), _mm512_extractf32x8_ps(v.v, 1));

@@ -89,6 +89,29 @@ inline Mask less(V a, V b) {
     }
     return m;
 }
+// Where either is NaN.
+inline Mask unordered(V a, V b) {
+    Mask m;
+    for (int i = 0; i < 4; ++i) {
+        m.part[i] = (a.part[i] != a.part[i]) | (b.part[i] != b.part[i]);
+    }
+    return m;
+}
+inline Mask either(Mask a, Mask b) {
+    for (int i = 0; i < 4; ++i) {
+        a.part[i] |= b.part[i];
+    }
+    return a;
+}
+// Bit i for number i.
+inline uint32_t bits(Mask m) {
+    uint32_t result = 0;
+    for (int i = 0; i < 4; ++i) {
+        const I4 weighed = m.part[i] & I4{1, 2, 4, 8};
+        result |= static_cast<uint32_t>((weighed[0] | weighed[1]) | (weighed[2] | weighed[3])) << 4 * i;
+    }
+    return result;
+}
 inline V select(Mask m, V yes, V no) {
     return each([&](int i) { return select4(m.part[i], yes.part[i], no.part[i]); });
 }
@@ -110,6 +133,17 @@ inline V nearest(V a) {
 // 2^n for whole n from -126 to 127.
 inline V power_of_two(V n) {
     return each([&](int i) { return (F4)((__builtin_convertvector(n.part[i], I4) + 127) << 23); });
+}
+// The number whose exponent and sign are the lowest nine bits of v, its mantissa zero.
+inline V low_bits_as_exponent(V v) {
+    return each([&](int i) { return (F4)((U4)v.part[i] << 23); });
+}
+// Whole numbers toward zero, for numbers that fit.
+inline void store_truncated(int32_t* p, V v) {
+    for (int i = 0; i < 4; ++i) {
+        const I4 whole = __builtin_convertvector(v.part[i], I4);
+        memcpy(p + 4 * i, &whole, 16);
+    }
 }
 
 inline float sum(V v) {

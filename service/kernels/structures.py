@@ -174,10 +174,56 @@ class Embedding(ctypes.Structure):
     ]
 
 
+class Choice(ctypes.Structure):
+    """numaserve_choice: how the token of one row is drawn; the default is the likeliest one."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("temperature", ctypes.c_double),
+        ("top_p", ctypes.c_double),
+        ("min_p", ctypes.c_double),
+        ("typical_p", ctypes.c_double),
+        ("top_k", _number),
+        ("uniform", ctypes.c_uint64),
+    ]
+
+
+class Sample(ctypes.Structure):
+    """numaserve_sample."""
+
+    kind = 7
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("logits", Array),
+        ("choices", _pointer),
+        ("largest", _pointer),
+        ("tokens", _pointer),
+        ("weights", _pointer),
+        ("rows", _number),
+        ("columns", _number),
+    ]
+
+
+class Ranking(ctypes.Structure):
+    """numaserve_ranking."""
+
+    kind = 8
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("logits", Array),
+        ("tokens", _pointer),
+        ("top", _pointer),
+        ("largest", _pointer),
+        ("sums", _pointer),
+        ("ranks", _pointer),
+        ("likeliest", _pointer),
+        ("most", _number),
+        ("rows", _number),
+        ("columns", _number),
+    ]
+
+
 class OperationEntry(ctypes.Structure):
     """numaserve_operation."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [("kind", _number), ("arguments", _pointer)]
 
 
-Arguments = Matmul | RmsNorm | Rope | Attention | Activation | Add | Embedding
+Arguments = Matmul | RmsNorm | Rope | Attention | Activation | Add | Embedding | Sample | Ranking

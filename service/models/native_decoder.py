@@ -36,6 +36,11 @@ class NativeDecoder:
         self._head: _Head | None = None
         self._pinned = False
 
+    @property
+    def pool(self) -> KernelPool:
+        """The threads that compute; another user of them has to be on the decoder's own thread."""
+        return self._pool
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
         """Computes the batch and writes its keys and values to the cache.

@@ -5,12 +5,12 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from dense_weights import dense_weights
 from transformers.generation import logits_process as reference
 
-from service.engine.distribution import Filters, RowSoftmax
+from service.engine.picker import Picker
 from service.engine.request import RequestRejected, SamplingParams
 from service.engine.sampler import SampledToken, SamplingState, edited_logits, sample
 
@@ -31,20 +31,11 @@ def make_state(
     return state
 
 
-def probabilities(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
+def probabilities(logits: torch.Tensor, state: SamplingState, picker: Picker) -> torch.Tensor:
     """The distribution that one row is drawn from."""
     edited = edited_logits(logits[None], [state], [0], {})
-    weights = dense_weights(edited[0], state.filters).double()
+    weights = dense_weights(edited[0], state.filters, picker).double()
     return weights / weights.sum()
-
-
-def dense_weights(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """The weight of every token of the vocabulary in one row."""
-    candidates = RowSoftmax(len(logits)).filtered(logits.numpy(), float(logits.max()), filters)
-    ids = np.arange(len(logits)) if candidates.ids is None else candidates.ids
-    dense = torch.zeros(len(logits), dtype=torch.int64)
-    dense[torch.from_numpy(ids)] = torch.from_numpy(candidates.weights.astype(np.int64))
-    return dense
 
 
 def expected_probabilities(
@@ -116,7 +107,7 @@ PROMPT, OUTPUT = (2, 7, 7, 11), (5, 2, 5)
 
 @pytest.mark.parametrize("shape", ["flat", "peaked", "ties", "few_values"])
 @pytest.mark.parametrize("params", CASES, ids=str)
-def test_distribution_is_that_of_transformers(params: dict[str, Any], shape: str) -> None:
+def test_distribution_is_that_of_transformers(params: dict[str, Any], shape: str, picker: Picker) -> None:
     generator = torch.Generator().manual_seed(11)
     logits = torch.randn(VOCAB, generator=generator)
     if shape == "peaked":
@@ -127,7 +118,7 @@ def test_distribution_is_that_of_transformers(params: dict[str, Any], shape: str
         logits = torch.where(logits > 2, 1.0, -8.0)
     logits[EOS] = logits.max()
     expected = expected_probabilities(logits, PROMPT, OUTPUT, SamplingParams(max_tokens=9, **params))
-    got = probabilities(logits, make_state(prompt=PROMPT, output=OUTPUT, **params))
+    got = probabilities(logits, make_state(prompt=PROMPT, output=OUTPUT, **params), picker)
     assert_same_distribution(logits, got, expected)
 
 
@@ -147,20 +138,22 @@ def test_distribution_is_that_of_transformers(params: dict[str, Any], shape: str
         ([5.0], {"top_p": 0.1, "top_k": 1}),
     ],
 )
-def test_distribution_of_small_vocabularies_with_ties(values: list[float], params: dict[str, Any]) -> None:
+def test_distribution_of_small_vocabularies_with_ties(
+    values: list[float], params: dict[str, Any], picker: Picker
+) -> None:
     logits = torch.tensor(values)
     expected = expected_probabilities(logits, (), (), SamplingParams(max_tokens=9, **params))
-    got = probabilities(logits, make_state(len(values), **params))
+    got = probabilities(logits, make_state(len(values), **params), picker)
     assert_same_distribution(logits, got, expected)
 
 
-def test_presence_and_frequency_count_the_output_alone() -> None:
+def test_presence_and_frequency_count_the_output_alone(picker: Picker) -> None:
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
     state = make_state(prompt=PROMPT, output=OUTPUT, presence_penalty=0.5, frequency_penalty=0.25)
     expected = logits.clone()
     expected[5] -= 0.5 + 2 * 0.25
     expected[2] -= 0.5 + 0.25
-    assert torch.allclose(probabilities(logits, state), expected.double().softmax(0), atol=1e-7)
+    assert torch.allclose(probabilities(logits, state, picker), expected.double().softmax(0), atol=1e-7)
 
 
 def test_penalties_grow_with_a_long_output() -> None:
@@ -172,23 +165,23 @@ def test_penalties_grow_with_a_long_output() -> None:
     assert not edited[400:].any()
 
 
-def test_stop_tokens_are_held_off_until_min_tokens() -> None:
+def test_stop_tokens_are_held_off_until_min_tokens(picker: Picker) -> None:
     logits = torch.zeros(1, 16)
     logits[0, EOS], logits[0, 9], logits[0, 12] = 9.0, 8.0, 7.0
     params: dict[str, Any] = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": frozenset({9, 99})}
     state = make_state(16, **params)
     tokens = []
     for _ in range(3):
-        tokens.append(sample(logits, [state])[0].token_id)
+        tokens.append(sample(logits, [state], picker)[0].token_id)
         state.accept(tokens[-1])
     assert tokens == [12, 12, EOS]
-    assert sample(logits, [make_state(16, ignore_eos=True, **params)])[0].token_id == EOS
+    assert sample(logits, [make_state(16, ignore_eos=True, **params)], picker)[0].token_id == EOS
 
 
-def test_greedy_takes_the_first_of_equals_and_ignores_filters() -> None:
+def test_greedy_takes_the_first_of_equals_and_ignores_filters(picker: Picker) -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
     for params in ({"temperature": 0.0}, {"temperature": 1e-9}, {"temperature": 0.0, "typical_p": 0.1}):
-        assert sample(logits, [make_state(4, **params)]) == [SampledToken(1)]
+        assert sample(logits, [make_state(4, **params)], picker) == [SampledToken(1)]
 
 
 def mixed_states() -> list[SamplingState]:
@@ -202,56 +195,56 @@ def mixed_states() -> list[SamplingState]:
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB, 4096])
-def test_a_row_does_not_depend_on_the_rows_beside_it(vocab_size: int) -> None:
+def test_a_row_does_not_depend_on_the_rows_beside_it(vocab_size: int, picker: Picker) -> None:
     states = mixed_states()
     logits = torch.randn(17, vocab_size, generator=torch.Generator().manual_seed(5)) * 2
-    alone = [sample(logits[i : i + 1], [states[i]])[0] for i in range(17)]
+    alone = [sample(logits[i : i + 1], [states[i]], picker)[0] for i in range(17)]
     for seed in range(4):
         order = random.Random(seed).sample(range(17), 17)
-        together = sample(logits[order], [states[i] for i in order])
+        together = sample(logits[order], [states[i] for i in order], picker)
         assert together == [alone[i] for i in order]
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert sample(logits, states) == alone
+        assert sample(logits, states, picker) == alone
     finally:
         torch.set_num_threads(threads)
 
 
-def test_weights_do_not_depend_on_the_number_of_threads() -> None:
+def test_weights_do_not_depend_on_the_number_of_threads(picker: Picker) -> None:
     logits = torch.randn(70_001, generator=torch.Generator().manual_seed(6)) * 3
     filters = [state.filters for state in mixed_states() if not state.is_greedy]
-    alone = [dense_weights(logits, each) for each in filters]
+    alone = [dense_weights(logits, each, picker) for each in filters]
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         for each, expected in zip(filters, alone, strict=True):
-            assert torch.equal(dense_weights(logits, each), expected)
+            assert torch.equal(dense_weights(logits, each, picker), expected)
     finally:
         torch.set_num_threads(threads)
 
 
-def test_logits_are_left_as_they_are() -> None:
+def test_logits_are_left_as_they_are(picker: Picker) -> None:
     logits = torch.randn(17, VOCAB, generator=torch.Generator().manual_seed(5))
     before = logits.clone()
-    sample(logits, mixed_states())
+    sample(logits, mixed_states(), picker)
     assert torch.equal(logits, before)
 
 
-def draws(count: int, logits: torch.Tensor, **state_options: Any) -> list[int]:
+def draws(count: int, logits: torch.Tensor, picker: Picker, **state_options: Any) -> list[int]:
     """`count` draws over 20 positions of as many completions as that takes."""
     states = [make_state(len(logits), seed=99, index=i, **state_options) for i in range(count // 20)]
     tokens: list[int] = []
     for _ in range(20):
-        for state, token in zip(states, sample(logits.expand(len(states), -1), states), strict=True):
+        for state, token in zip(states, sample(logits.expand(len(states), -1), states, picker), strict=True):
             state.accept(token.token_id)
             tokens.append(token.token_id)
     return tokens
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_draws_follow_the_distribution(picker: Picker) -> None:
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0, 1.5, 0.0])
-    tokens = draws(20_000, logits)
+    tokens = draws(20_000, logits, picker)
     expected = logits.double().softmax(0) * len(tokens)
     counts = torch.bincount(torch.tensor(tokens), minlength=8)
     chi_square = float(((counts - expected) ** 2 / expected).sum())
@@ -259,9 +252,9 @@ def test_draws_follow_the_distribution() -> None:
     assert chi_square < 24.3
 
 
-def test_draws_of_neighbouring_positions_and_seeds_are_independent() -> None:
+def test_draws_of_neighbouring_positions_and_seeds_are_independent(picker: Picker) -> None:
     logits = torch.zeros(4)
-    tokens = torch.tensor(draws(20_000, logits)).view(20, -1)
+    tokens = torch.tensor(draws(20_000, logits, picker)).view(20, -1)
     for first, second in ((tokens[:-1], tokens[1:]), (tokens[:, :-1], tokens[:, 1:])):
         pairs = torch.bincount((first * 4 + second).flatten(), minlength=16).double()
         expected = pairs.sum() / 16
@@ -269,12 +262,12 @@ def test_draws_of_neighbouring_positions_and_seeds_are_independent() -> None:
         assert float(((pairs - expected) ** 2 / expected).sum()) < 37.7
 
 
-def test_random_numbers_come_from_seed_completion_and_position_alone() -> None:
+def test_random_numbers_come_from_seed_completion_and_position_alone(picker: Picker) -> None:
     def tokens(seed: int, index: int) -> list[int]:
         state = make_state(64, seed=seed, index=index)
         picked = []
         for _ in range(12):
-            picked.append(sample(torch.zeros(1, 64), [state])[0].token_id)
+            picked.append(sample(torch.zeros(1, 64), [state], picker)[0].token_id)
             state.accept(picked[-1])
         return picked
 
@@ -288,13 +281,13 @@ PINNED = [21, 36, 22, 55, 46, 18]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_bad_logits_fail_their_own_row_only(bad: float) -> None:
+def test_bad_logits_fail_their_own_row_only(bad: float, picker: Picker) -> None:
     states = mixed_states()
     logits = torch.randn(17, VOCAB, generator=torch.Generator().manual_seed(5))
-    good = sample(logits, states)
+    good = sample(logits, states, picker)
     for row in (0, 7, 16):
         logits[row, 1234] = bad
-    tokens = sample(logits, states)
+    tokens = sample(logits, states, picker)
     for row, token in enumerate(tokens):
         if row in (0, 7, 16):
             assert (token.token_id, token.logprobs) == (-1, None)
@@ -304,14 +297,14 @@ def test_bad_logits_fail_their_own_row_only(bad: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_in_which_nothing_may_be_picked_fails(temperature: float) -> None:
+def test_a_row_in_which_nothing_may_be_picked_fails(temperature: float, picker: Picker) -> None:
     logits = torch.full((2, 8), -math.inf)
     logits[0, EOS] = logits[1, EOS] = 1.0
     states = [
         make_state(8, temperature=temperature, min_tokens=1),
         make_state(8, temperature=temperature),
     ]
-    tokens = sample(logits, states)
+    tokens = sample(logits, states, picker)
     assert tokens[0].error == "no token may be picked here"
     assert tokens[1] == SampledToken(EOS)
 
@@ -321,9 +314,9 @@ def test_bias_outside_the_vocabulary_is_rejected() -> None:
         make_state(8, logit_bias={8: 1.0})
 
 
-def test_shape_and_type_are_checked() -> None:
-    assert sample(torch.zeros(0, 8), []) == []
+def test_shape_and_type_are_checked(picker: Picker) -> None:
+    assert sample(torch.zeros(0, 8), [], picker) == []
     with pytest.raises(ValueError, match="fp32"):
-        sample(torch.zeros(1, 8, dtype=torch.bfloat16), [make_state(8)])
+        sample(torch.zeros(1, 8, dtype=torch.bfloat16), [make_state(8)], picker)
     with pytest.raises(ValueError, match="fp32"):
-        sample(torch.zeros(2, 8), [make_state(8)])
+        sample(torch.zeros(2, 8), [make_state(8)], picker)

@@ -52,3 +52,15 @@ def pool(isa: str, make_pool: Callable[[str, int], KernelPool]) -> KernelPool:
 @pytest.fixture
 def random() -> torch.Generator:
     return torch.Generator().manual_seed(1)
+
+
+@pytest.fixture(scope="session")
+def kernel_isas(kernel_library: KernelLibrary) -> list[str]:
+    """The instruction sets of this machine."""
+    return [isa for isa in ISAS if kernel_library.supports(isa)]
+
+
+@pytest.fixture(scope="session")
+def kernel_library_pool(kernel_library: KernelLibrary) -> KernelPool:
+    """The calling thread alone, with the best instruction set."""
+    return KernelPool(kernel_library, threads=1)

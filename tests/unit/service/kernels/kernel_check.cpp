@@ -196,9 +196,52 @@ void check_attention(numaserve_pool* pool, int64_t cache_dtype) {
     require_close(y[static_cast<size_t>((row * heads + head) * dim)], sum / total, tolerance, "an attended value");
 }
 
+// Rows of all kinds with all filters: what is drawn is kept, and every instruction set gives the bits of the generic one.
+void check_sampling(numaserve_pool* pool, numaserve_pool* generic) {
+    const int64_t rows = pick(1, 20), columns = pick(0, 1) != 0 ? pick(1, 600) : pick(1, 6000), most = pick(0, 30);
+    const size_t cells = static_cast<size_t>(rows * columns), count = static_cast<size_t>(rows);
+    Floats logits = numbers(rows * columns), largest(count), again(count);
+    std::vector<numaserve_choice> choices(count);
+    std::vector<int64_t> tokens(count), other(count), top(count), sums(count), ranks(count), likeliest(static_cast<size_t>(rows * most));
+    for (size_t r = 0; r < count; ++r) {
+        const int64_t kind = pick(0, 5);
+        for (size_t i = 0; i < static_cast<size_t>(columns); ++i) {
+            float& logit = logits[r * static_cast<size_t>(columns) + i];
+            logit = kind == 0 ? 1.0F : kind == 1 ? std::round(logit) : kind == 2 && logit < 1 ? -INFINITY : logit * 4;
+        }
+        if (kind == 3) {
+            logits[r * static_cast<size_t>(columns) + static_cast<size_t>(pick(0, columns - 1))] = pick(0, 1) != 0 ? NAN : INFINITY;
+        }
+        const auto part = [](double active) { return pick(0, 1) != 0 ? active : 1.0; };
+        choices[r] = {pick(0, 9) * 0.3, part(0.9), pick(0, 1) * 0.02, part(0.7), pick(0, 1) * pick(1, columns + 1), random_bits() * 0x100000001ULL};
+        top[r] = pick(0, most);
+    }
+    std::vector<int32_t> weights(cells), other_weights(cells);
+    numaserve_sample op{rows_of(logits, columns), choices.data(), largest.data(), tokens.data(), weights.data(), rows, columns};
+    run(pool, NUMASERVE_SAMPLE, &op);
+    for (size_t r = 0; r < count; ++r) {
+        const bool usable = std::isfinite(largest[r]);
+        require(usable ? weights[r * static_cast<size_t>(columns) + static_cast<size_t>(tokens[r])] > 0 : tokens[r] == -1, "a token");
+        other[r] = usable ? tokens[r] : 0;
+    }
+    const numaserve_ranking ranking{rows_of(logits, columns), other.data(), top.data(), again.data(), sums.data(), ranks.data(),
+                                    likeliest.data(), most, rows, columns};
+    run(pool, NUMASERVE_RANKING, &ranking);
+    for (size_t r = 0; r < count; ++r) {
+        require(std::isfinite(again[r]) ? ranks[r] >= 1 && ranks[r] <= columns : ranks[r] == 0, "a rank");
+        require(!std::isfinite(again[r]) || top[r] == 0 || logits[r * static_cast<size_t>(columns) + static_cast<size_t>(likeliest[r * static_cast<size_t>(most)])] == again[r], "the likeliest");
+    }
+    op.tokens = other.data();
+    op.weights = other_weights.data();
+    run(generic, NUMASERVE_SAMPLE, &op);
+    require(tokens == other && weights == other_weights, "the bits of the generic kernels");
+}
+
 }  // namespace
 
 int main() {
+    numaserve_pool* generic = numaserve_pool_create(nullptr, 1, "generic");
+    require(generic != nullptr, "a pool");
     for (const char* isa : {"generic", "avx2", "avx512", "amx"}) {
         if (numaserve_isa_supported(isa) == 0) {
             continue;
@@ -216,10 +259,12 @@ int main() {
                     check_matmul(pool, NUMASERVE_INT4, group);
                 }
                 check_rows(pool);
+                check_sampling(pool, generic);
             }
             numaserve_pool_destroy(pool);
         }
         printf("%s: right\n", isa);
     }
+    numaserve_pool_destroy(generic);
     return 0;
 }

@@ -14,6 +14,7 @@ import pytest
 import tiny_tokenizers
 import torch
 
+from service.engine.picker import open_picker
 from service.engine.request import RequestRejected, SamplingParams, StructuredKind, StructuredOutput
 from service.engine.sampler import SamplingState, sample
 from service.text.structured import (
@@ -136,7 +137,9 @@ def generate(
     running = list(range(len(grammars)))
     for _ in range(2000):
         logits = torch.randn(len(running), vocab_size, generator=generator)
-        for i, token in zip(running, sample(logits, [states[i] for i in running]), strict=True):
+        for i, token in zip(
+            running, sample(logits, [states[i] for i in running], open_picker()), strict=True
+        ):
             assert token.error is None
             states[i].accept(token.token_id)
             outputs[i].append(token.token_id)
@@ -215,7 +218,7 @@ def test_a_failed_grammar_fails_its_own_row_only(
         broken.accept(next(i for i in range(tokenizer.vocab_size) if tokenizer.token_text(i) == "b"))
     params = SamplingParams(max_tokens=9)
     states = [SamplingState(params, (), 0, tokenizer.vocab_size, (), each) for each in (broken, grammar)]
-    tokens = sample(torch.zeros(2, tokenizer.vocab_size), states)
+    tokens = sample(torch.zeros(2, tokenizer.vocab_size), states, open_picker())
     assert str(tokens[0].error).startswith("structured_output: ")
     assert tokenizer.token_text(tokens[1].token_id) == "a"
 
