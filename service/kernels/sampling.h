@@ -138,9 +138,10 @@ int64_t rank_of(const Row& row, int64_t token) {
         }
         const float* p = row.chunk(c);
         // Where equals rank before the token: in none, some or all places of the chunk.
-        const int64_t earlier = token - c * kChunk;
+        const int64_t place = token - c * kChunk;
+        const auto earlier = static_cast<int32_t>(place < 0 ? 0 : place > kChunk ? kChunk : place);
         int32_t higher = 0, equal = 0;
-        for (int64_t i = 0; i < kChunk; ++i) {
+        for (int32_t i = 0; i < kChunk; ++i) {
             higher += p[i] > score;
             equal += (p[i] == score) & (i < earlier);
         }

@@ -226,8 +226,9 @@ void keep_in_chunk(const float* scores, int32_t* weights, int64_t first, const K
         }
         return;
     }
-    for (int64_t i = 0; i < kChunk; ++i) {
-        weights[i] = (scores[i] > lowest) | ((scores[i] == lowest) & (first + i < kept.until)) ? weights[i] : 0;
+    const auto until = static_cast<int32_t>(kept.until > first ? kept.until - first : 0);
+    for (int32_t i = 0; i < kChunk; ++i) {
+        weights[i] = (scores[i] > lowest) | ((scores[i] == lowest) & (i < until)) ? weights[i] : 0;
         weights[i] = weights[i] >= least ? weights[i] : 0;
     }
 }
