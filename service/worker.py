@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,7 +132,9 @@ class Worker:
         self._own_requests = OwnRequests()
         self._memory = self._allocate_cache()
         _report_refusals((self._memory.binding,))
-        prepared.segment.populate()
+        prepared.segment.check()
+        if not assignment.replaces:
+            prepared.segment.populate()
         engine = self._make_engine()
         engine.pool.watcher = board.prefixes(assignment.row)
         self._engine = AsyncEngine(
@@ -366,6 +369,9 @@ class Worker:
                 os.getpid(), f"unix:{self._own_sockets()[0]}", self._memory.binding.errno, tcp_address
             ),
         )
+        if self._assignment.replaces:
+            # Mapping gigabytes takes longer than all else that a new worker does.
+            threading.Thread(target=self._prepared.segment.populate, name="populate", daemon=True).start()
         asking = asyncio.create_task(self._ask_itself(server))
         grace = await self._stopping
         asking.cancel()
