@@ -99,7 +99,7 @@ def victims(server: Server) -> dict[str, list[int]]:
     return kinds
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(120 + 30 * KILLS if KILLS > 16 else 600)
 def test_random_kills_under_load_cost_nothing_but_the_streams_that_had_begun(
     tiny_model: Path, tmp_path: Path
 ) -> None:
