@@ -126,6 +126,7 @@ class Crew:
             plan.memory_nodes,
             row,
             self.on_trial,
+            replaces=place.died_at is not None,
         )
         self._fork(order, (theirs.fileno(), self._around.board.fd))
         theirs.close()

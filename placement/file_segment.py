@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from placement.mapping import MADV_POPULATE_READ, Mapping
+from placement.mapping import Mapping
 from placement.segment import ALL_SEALS, MEMFD_PREFIX, Segment, SegmentError
 
 MAGIC = b"NUMAFILE"
@@ -176,12 +176,15 @@ class FileSegment:
         return sum(math.prod(tensor.shape) for tensor in self.manifest.tensors)
 
     def populate(self) -> None:
-        """Fault every page in, reading what is not in the page cache. Raises SegmentError for a file that changed."""
+        """Fault every page in, reading what is not in the page cache."""
+        for mapping in self.mappings:
+            mapping.populate()
+
+    def check(self) -> None:
+        """Raises SegmentError for a file that changed."""
         changes = [change for file in self.manifest.files if (change := file.change())]
         if changes:
             raise SegmentError("; ".join(changes))
-        for mapping in self.mappings:
-            mapping.advise(MADV_POPULATE_READ)
 
     def close(self) -> None:
         """Unmap. Every view made before is invalid from here on."""

@@ -1,7 +1,9 @@
 """Upgrade in place: a new launcher takes segments, port and runtime folder over from one that goes on serving meanwhile.
 
 Over a SOCK_SEQPACKET unix socket in the runtime folder. The new one asks; the old one answers with a KeptServer and the
-descriptors of lock, port and segments; the new one says when it serves, or leaves, and then nothing has happened.
+descriptors of lock, port and segments, and goes on as if nothing were. The new one imports, attaches, starts and tries
+its workers, and only then says that it is ready. The old one answers GO, when it still is what it offered, and changes
+nothing from then on; the new one's workers listen, and it says that they serve. Leaving at any point undoes all.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from placement.kept_server import Inheritance, KeptServer, NotUsable
 
 log = logging.getLogger("numaserve.launcher")
 
+READY = b"ready"
+GO = b"go"
 SERVING = b"serving"
 _BUFFER_BYTES = 1 << 20
 # Of lock and port; SCM_RIGHTS carries 253 at most (unix(7)).
@@ -62,11 +66,30 @@ def take_over(runtime_dir: Path, version: str) -> Inheritance:
     return Inheritance(KeptServer.from_json(data.decode()), segments, holder, lock, connection)
 
 
+def claim(events: EventLoop, connection: socket.socket, answered: Callable[[str], None]) -> None:
+    """Tell the server that hands over that all is ready; `answered` is called with "" to go ahead, or why not.
+
+    A server that is gone leaves the way free.
+    """
+
+    def on_readable() -> None:
+        events.unwatch(connection.fileno())
+        try:
+            data = connection.recv(_BUFFER_BYTES)
+        except OSError:
+            data = b""
+        answered("" if data in (GO, b"") else data.decode(errors="replace"))
+
+    events.watch(connection.fileno(), on_readable)
+    with contextlib.suppress(OSError):
+        connection.send(READY)
+
+
 class HandOver:
     """The side that serves. `offer` gives what there is to hand over, or raises NotUsable to refuse.
 
-    `begun` is called with True when a successor has everything and begins to start, with False when it has failed.
-    `done` is called with its pid when it serves.
+    `begin` is called when the successor's workers are about to listen: it raises NotUsable when what was offered is no
+    longer what serves. `failed` is called when a successor has gone. `done` is called with its pid when it serves.
     """
 
     def __init__(
@@ -74,12 +97,14 @@ class HandOver:
         events: EventLoop,
         runtime_dir: Path,
         offer: Callable[[], tuple[KeptServer, Sequence[int]]],
-        begun: Callable[[bool], None],
+        begin: Callable[[], None],
+        failed: Callable[[], None],
         done: Callable[[int], None],
     ) -> None:
         self._events = events
         self._offer = offer
-        self._begun = begun
+        self._begin = begin
+        self._failed = failed
         self._done = done
         self._successor: socket.socket | None = None
         self._pid = 0
@@ -92,7 +117,7 @@ class HandOver:
 
     @property
     def busy(self) -> bool:
-        """A successor is about to serve."""
+        """A successor prepares, or is about to serve."""
         return self._successor is not None
 
     def close(self) -> None:
@@ -115,6 +140,8 @@ class HandOver:
             self._forget(connection)
         elif connection is not self._successor:
             self._on_request(connection, data)
+        elif data == READY:
+            self._on_ready(connection)
         elif data == SERVING:
             # It has all: whatever becomes of this connection means nothing any more.
             self._successor = None
@@ -127,14 +154,14 @@ class HandOver:
         if connection is self._successor:
             self._successor = None
             log.warning("pid %d, which was to take over, is gone; this server goes on", self._pid)
-            self._begun(False)
+            self._failed()
 
     def _on_request(self, connection: socket.socket, data: bytes) -> None:
         try:
             asked = json.loads(data)
             pid, version = int(asked["pid"]), str(asked["version"])
             if self._successor is not None:
-                raise NotUsable(f"pid {self._pid} is about to take over already")
+                raise NotUsable(f"pid {self._pid} prepares to take over already")
             kept, descriptors = self._offer()
             socket.send_fds(connection, [kept.to_json().encode()], list(descriptors))
         except (ValueError, KeyError, TypeError, OSError) as error:
@@ -143,6 +170,19 @@ class HandOver:
                 connection.send(str(error).encode())
             self._forget(connection)
             return
-        log.info("pid %d, version %s, is about to take over", pid, version)
+        log.info("pid %d, version %s, prepares to take over", pid, version)
         self._successor, self._pid = connection, pid
-        self._begun(True)
+
+    def _on_ready(self, connection: socket.socket) -> None:
+        try:
+            self._begin()
+        except NotUsable as error:
+            log.warning("pid %d does not take over: %s", self._pid, error)
+            with contextlib.suppress(OSError):
+                connection.send(str(error).encode())
+            self._successor = None
+            self._forget(connection)
+            return
+        log.info("pid %d is about to take over", self._pid)
+        with contextlib.suppress(OSError):
+            connection.send(GO)

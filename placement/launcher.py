@@ -32,7 +32,7 @@ from placement.progress import LoadProgressView
 from placement.runtime_dir import RuntimeDirBusy, control_socket
 from placement.spawn import explain_status
 from placement.succession import Succession, SuccessionConfig
-from placement.surroundings import EXIT_BAD_CONFIGURATION, Surroundings
+from placement.surroundings import EXIT_BAD_CONFIGURATION, EXIT_FAILURE, Surroundings
 from placement.tenure import Identity, Tenure
 from placement.unit import KeptSegment
 
@@ -143,6 +143,7 @@ class Launcher:
             config.inheritance.kept.generation + 1 if config.inheritance is not None else 0,
             config.kept,
             on_trial=config.inheritance is not None and config.inheritance.connection is not None,
+            tried=lambda: self._tenure.claim(self._on_claim_answered),
         )
         self._tenure = Tenure(
             self._events,
@@ -325,6 +326,12 @@ class Launcher:
         if self._announced:
             self._tenure.notify()
         self._publish()
+
+    def _on_claim_answered(self, refusal: str) -> None:
+        if refusal:
+            self._give_up(EXIT_FAILURE, refusal)
+        else:
+            self._succession.begin_first()
 
     def _on_handed_over(self, pid: int) -> None:
         log.info("pid %d serves: draining, at most %.0f s", pid, self._config.drain_timeout)

@@ -13,6 +13,8 @@ HUGE_PAGE = 2 * 1024 * 1024
 
 MADV_HUGEPAGE = 14
 MADV_POPULATE_READ = 22
+# About 5 ms of work where pages are small. A multiple of the largest page that a mapping is aligned to.
+_POPULATE_BYTES = 64 << 20
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
@@ -102,6 +104,16 @@ class Mapping:
     def advise(self, advice: int) -> bool:
         """madvise(2) over the whole mapping; False where the kernel does not know or refuses the advice."""
         return _libc.madvise(self.address, self.length, advice) == 0
+
+    def populate(self) -> None:
+        """Fault every page in for reading, where the kernel can (MADV_POPULATE_READ, Linux 5.14).
+
+        It goes piece by piece: the kernel lets no other thread map memory while it works on one.
+        """
+        for start in range(0, self.length, _POPULATE_BYTES):
+            length = min(_POPULATE_BYTES, self.length - start)
+            if _libc.madvise(self.address + start, length, MADV_POPULATE_READ) != 0:
+                return
 
     def close(self) -> None:
         """Unmap. Every view made before is invalid from here on."""

@@ -80,7 +80,8 @@ class ForkWorker:
     """Launcher to zygote, with the worker's channel and the board: fork a worker.
 
     `memory_nodes` are those of its KV cache and of what else it allocates. `row` is its row of the board. One that is
-    `on_trial` proves itself and waits for StartServing before it listens.
+    `on_trial` proves itself and waits for StartServing before it listens. One that `replaces` another that died listens
+    as soon as it can.
     """
 
     index: int
@@ -90,6 +91,7 @@ class ForkWorker:
     memory_nodes: tuple[int, ...] = ()
     row: int = 0
     on_trial: bool = False
+    replaces: bool = False
 
 
 @dataclass(frozen=True)

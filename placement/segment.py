@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from collections.abc import Mapping as MappingType
 from dataclasses import asdict, dataclass
 
-from placement.mapping import HUGE_PAGE, MADV_HUGEPAGE, MADV_POPULATE_READ, Mapping, round_up
+from placement.mapping import HUGE_PAGE, MADV_HUGEPAGE, Mapping, round_up
 
 MAGIC = b"NUMASEG\x00"
 VERSION = 1
@@ -189,7 +189,10 @@ class Segment:
 
     def populate(self) -> None:
         """Fault every page in: what follows then waits for none, and each process can be asked where they are."""
-        self.mapping.advise(MADV_POPULATE_READ)
+        self.mapping.populate()
+
+    def check(self) -> None:
+        """Nothing of it can have changed: it is sealed."""
 
     def close(self) -> None:
         """Unmap. Every view made before is invalid from here on."""

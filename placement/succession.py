@@ -68,7 +68,8 @@ class SuccessionConfig:
 class Succession:
     """The generations of one server. No change begins while it is `held`.
 
-    The first one, numbered `number`, may be on trial too: then a server before this one goes on if it fails.
+    The first one, numbered `number`, may be on trial too: then a server before this one goes on if it fails, and
+    `tried` is called when all its workers could listen; `begin_first` lets them.
     """
 
     def __init__(
@@ -79,9 +80,11 @@ class Succession:
         number: int = 0,
         kept: Mapping[str, KeptSegment] | None = None,
         on_trial: bool = False,
+        tried: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._around = surroundings
+        self._tell_tried: Callable[[], None] | None = tried
         self._waiting: deque[Change] = deque()
         self._planner: Planner | None = None
         self.change: Change | None = None
@@ -157,6 +160,11 @@ class Succession:
         return self.current.serving and self.change is None and not self._waiting and not self._draining
 
     @property
+    def draining(self) -> bool:
+        """The server stops, or another one has taken over."""
+        return self._draining
+
+    @property
     def reload_waits(self) -> bool:
         """A reload has been asked for that has not begun, so that another one would find nothing newer."""
         return any(
@@ -209,8 +217,13 @@ class Succession:
         if self.current.serving:
             self.current.accept()
             self._around.changed()
-        elif self.current.tried:
-            self.current.begin_to_serve()
+        elif self.current.tried and self._tell_tried is not None:
+            tell, self._tell_tried = self._tell_tried, None
+            tell()
+
+    def begin_first(self) -> None:
+        """Let the workers of a first generation that was on trial listen."""
+        self.current.begin_to_serve()
 
     def _enter(self, phase: Phase) -> None:
         assert self.change is not None

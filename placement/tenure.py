@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -12,10 +13,12 @@ from pathlib import Path
 
 from placement.events import EventLoop
 from placement.fd_store import Notifier
-from placement.hand_over import SERVING, HandOver
+from placement.hand_over import SERVING, HandOver, claim
 from placement.kept_server import Inheritance, KeptServer, NotUsable
 from placement.runtime_dir import RuntimeDir
 from placement.succession import Succession
+
+log = logging.getLogger("numaserve.launcher")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Tenure:
         self._handed_over = handed_over
         self._runtime: RuntimeDir | None = None
         self._hand_over: HandOver | None = None
-        self._stored_generation = -1
+        self._stored_generation = self._offered_generation = -1
+        self._claimed_at = 0.0
         self.successor = 0
         if before is not None:
             notifier.assume(before.kept)
@@ -66,6 +70,14 @@ class Tenure:
         lock = self._before.lock if self._before is not None else -1
         self._runtime = RuntimeDir(self._identity.runtime_dir, lock)
 
+    def claim(self, answered: Callable[[str], None]) -> None:
+        """All workers are ready to listen: ask the launcher before this one, which answers "" or why they must not."""
+        self._claimed_at = time.monotonic()
+        if self._before is not None and self._before.connection is not None:
+            claim(self._events, self._before.connection, answered)
+        else:
+            answered("")
+
     def begin(self) -> None:
         """Everything serves: tell the launcher before this one, and wait for the one after."""
         assert self._runtime is not None
@@ -74,8 +86,15 @@ class Tenure:
                 self._before.connection.send(SERVING)
             self._before.connection.shutdown(socket.SHUT_WR)
             self._runtime.owned = True
+            seconds = time.monotonic() - self._claimed_at
+            log.info("took over: all workers listen %.0f ms after the hand-over began", seconds * 1000)
         self._hand_over = HandOver(
-            self._events, self._identity.runtime_dir, self._offer, self._on_successor, self._on_handed_over
+            self._events,
+            self._identity.runtime_dir,
+            self._offer,
+            self._begin_hand_over,
+            self._on_failed_successor,
+            self._on_handed_over,
         )
 
     def notify(self) -> None:
@@ -112,10 +131,23 @@ class Tenure:
             raise NotUsable("the running server is being changed or stops; try again when it is through")
         assert self._runtime is not None
         kept, segments = self._kept()
+        self._offered_generation = kept.generation
         return kept, [self._runtime.lock, self._identity.port_holder.fileno(), *segments]
 
-    def _on_successor(self, begins: bool) -> None:
-        self._succession.held = begins
+    def _begin_hand_over(self) -> None:
+        current = self._succession.current.number
+        if current != self._offered_generation:
+            raise NotUsable(
+                f"the running server serves generation {current} by now, it offered {self._offered_generation}; "
+                "start again"
+            )
+        # One that was told to stop meanwhile leaves its work to the one that is ready.
+        if not self._succession.at_rest and not self._succession.draining:
+            raise NotUsable("the running server is being changed; start again when it is through")
+        self._succession.held = True
+
+    def _on_failed_successor(self) -> None:
+        self._succession.held = False
 
     def _on_handed_over(self, pid: int) -> None:
         assert self._runtime is not None

@@ -15,7 +15,8 @@ class ServiceConfig:
     `backend` is "cpu" or "torch"; `quantize` is "int8", "int4" or "". `max_context_length` 0 takes the model's own.
     `asked_model` and `asked_context_length` are as the operator gave them, for the next time that weights are loaded.
     `socket_dir` holds the unix sockets of each worker. Worker i also listens on `worker_ports` + i, unless that is None;
-    0 lets each pick a free port.
+    0 lets each pick a free port. After `self_request_interval` without an answered call a worker asks itself; one that is
+    silent for `hang_timeout` is replaced; 0 turns either off.
     """
 
     model_dir: str
@@ -40,6 +41,8 @@ class ServiceConfig:
     worker_ports: int | None = None
     asked_model: str = ""
     asked_context_length: int = 0
+    self_request_interval: float = 0.0
+    hang_timeout: float = 0.0
 
     def to_json(self) -> str:
         """For the zygote, which passes it on unread."""

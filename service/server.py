@@ -79,6 +79,11 @@ class RunningServer:
         self._server = server
         self._inference = inference_servicer
 
+    @property
+    def answered(self) -> int:
+        """Calls of the Inference service that were answered, refusals included."""
+        return self._inference.answered
+
     async def stop(self, grace: float) -> None:
         """Drain and close: running calls get `grace` seconds, then end with UNAVAILABLE.
 

@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from service.models.config import ModelConfig, parse_config
 from service.models.native_decoder import NativeDecoder
 from service.relay.balanced_engine import BalancedEngine
 from service.relay.server import RelayServer
+from service.self_request import OwnRequests, SelfRequests
 from service.served_model import SamplingDefaults, ServedModel
 from service.server import AddressInUse, RunningServer, ServerOptions, start_server
 from service.text.chat_template import ChatTemplate
@@ -129,9 +131,12 @@ class Worker:
         self._take_row()
         self._exit_status = 0
         self._leaving = False
+        self._own_requests = OwnRequests()
         self._memory = self._allocate_cache()
         _report_refusals((self._memory.binding,))
-        prepared.segment.populate()
+        prepared.segment.check()
+        if not assignment.replaces:
+            prepared.segment.populate()
         engine = self._make_engine()
         engine.pool.watcher = board.prefixes(assignment.row)
         self._engine = AsyncEngine(
@@ -219,6 +224,7 @@ class Worker:
 
     def _report(self, stats: EngineStats) -> None:
         """Runs in the engine's thread after each step: this worker's row on the board."""
+        stats = self._own_requests.taken_out(stats)
         self._board.update(
             self._assignment.row,
             heartbeat_ns=time.monotonic_ns(),
@@ -308,8 +314,26 @@ class Worker:
             partial(service.relay_socket, self._prepared.unit.generation),
             self._prepared.node_distances[assignment.memory_nodes[0]],
             service.block_size,
+            self._own_requests.request_id,
         )
         return relay
+
+    async def _ask_itself(self, server: RunningServer) -> None:
+        """Ask for a token now and then, and make way for another worker once no answer comes."""
+        service = self._prepared.service
+        if not service.self_request_interval or not service.hang_timeout:
+            return
+        trouble = await SelfRequests(
+            partial(self._own_requests.ask, f"unix:{self._own_sockets()[0]}"),
+            lambda: server.answered,
+            lambda: self._engine.stats().steps,
+            service.self_request_interval,
+            service.hang_timeout,
+        ).run()
+        log.error("this worker does not answer (%s); it is to be replaced", trouble)
+        faulthandler.dump_traceback(all_threads=True)
+        self._exit_status = 1
+        self._stop(_FATAL_GRACE_SECONDS)
 
     async def _passes_trial(self) -> bool:
         """Prove that the weights answer, then wait for the word to serve; False when told to end instead."""
@@ -349,7 +373,12 @@ class Worker:
                 os.getpid(), f"unix:{self._own_sockets()[0]}", self._memory.binding.errno, tcp_address
             ),
         )
+        if self._assignment.replaces:
+            # Mapping gigabytes takes longer than all else that a new worker does.
+            threading.Thread(target=self._prepared.segment.populate, name="populate", daemon=True).start()
+        asking = asyncio.create_task(self._ask_itself(server))
         grace = await self._stopping
+        asking.cancel()
         # Whatever hangs from here on, the kernel ends this process: SIGALRM has its default action.
         signal.setitimer(signal.ITIMER_REAL, grace + _END_MARGIN_SECONDS)
         self._set_state(WorkerState.DRAINING)

@@ -63,11 +63,17 @@ class LogWatcher:
             self._ended = True
             self._news.notify_all()
 
-    def wait_for(self, fragment: str, timeout: float = START_SECONDS, after: int = 0) -> dict[str, str]:
-        """The first line from number `after` on whose message contains `fragment`; fails when the log ends without it."""
+    def wait_for(
+        self, fragment: str, timeout: float = START_SECONDS, after: int = 0, role: str = ""
+    ) -> dict[str, str]:
+        """The first line from number `after` on, of one role if that is given, whose message contains `fragment`.
+
+        Fails when the log ends without it.
+        """
 
         def found() -> dict[str, str] | None:
-            return next((line for line in self.lines[after:] if fragment in line["message"]), None)
+            lines = (line for line in self.lines[after:] if line["role"] == role or not role)
+            return next((line for line in lines if fragment in line["message"]), None)
 
         with self._news:
             self._news.wait_for(lambda: found() is not None or self._ended, timeout)

@@ -113,6 +113,7 @@ def work(prepared: tuple[Segment, ZygoteConfig], order: ForkWorker, channel: Cha
                 "parent": os.getppid(),
                 "contents": bytes(segment.views()["t"]).rstrip(b"\0").decode(),
                 "generation": config.generation,
+                "replaces": order.replaces,
                 "cpus": sorted(os.sched_getaffinity(0)),
             }
             connection.sendall(json.dumps(answer).encode())

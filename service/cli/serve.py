@@ -123,6 +123,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a worker that is silent and idle for so long is replaced; 0 never (default: 60)",
     )
     process.add_argument(
+        "--self-request-interval",
+        type=float,
+        default=15.0,
+        metavar="SECONDS",
+        help="a worker that answered nobody for so long asks itself for a token, and is replaced when that hangs for "
+        "--hang-timeout; 0 never (default: 15)",
+    )
+    process.add_argument(
         "--take-over",
         action="store_true",
         help="upgrade in place: take port and weights over from the server on --port, which then ends",
@@ -150,6 +158,8 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise ValueError(f"--drain-timeout must not be negative, not {args.drain_timeout:g}")
     if args.hang_timeout != 0 and args.hang_timeout < 3:
         raise ValueError(f"--hang-timeout must be 0 or at least 3 seconds, not {args.hang_timeout:g}")
+    if not 0 <= args.self_request_interval < float("inf"):
+        raise ValueError(f"--self-request-interval must be 0 or more, not {args.self_request_interval:g}")
     if args.max_model_len < 0:
         raise ValueError(f"--max-model-len must be 1 or more, not {args.max_model_len}")
 
@@ -190,6 +200,8 @@ def service_config(
         worker_ports=args.worker_ports,
         asked_model=absolute_if_folder(args.model),
         asked_context_length=args.max_model_len,
+        self_request_interval=args.self_request_interval,
+        hang_timeout=args.hang_timeout,
     )
 
 

@@ -30,7 +30,8 @@ class BalancedEngine:
     """Runs each request on `local`, the engine of the worker with row `index`, or on a sibling. For one event loop.
 
     Workers are told by their rows on the board. `socket_path` gives the relay socket of one. `distances` are those
-    from this worker's node, by node. `block_size` is in tokens.
+    from this worker's node, by node. `block_size` is in tokens. Requests with the id `own_request_id` are for this worker
+    alone.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class BalancedEngine:
         socket_path: Callable[[int], str],
         distances: Mapping[int, int],
         block_size: int,
+        own_request_id: str = "",
     ) -> None:
+        self._own_request_id = own_request_id
         self._local = local
         self._index = index
         self._board = board
@@ -53,8 +56,9 @@ class BalancedEngine:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput]:
         """As `AsyncEngine.generate`. A request whose worker goes away before its first output is given to another."""
         avoided: set[int] = set()
+        is_own = bool(self._own_request_id) and request.request_id == self._own_request_id
         while True:
-            worker = self._choose(request, avoided)
+            worker = self._index if is_own else self._choose(request, avoided)
             engine = self._local if worker == self._index else self._peer(worker)
             begun = False
             self._board.place(self._index, worker, request.params.n)
@@ -66,7 +70,7 @@ class BalancedEngine:
                 return
             except EngineUnavailable:
                 avoided.add(worker)
-                if begun or (self._index in avoided and not self._siblings(avoided)):
+                if begun or is_own or (self._index in avoided and not self._siblings(avoided)):
                     raise
             finally:
                 self._board.place(self._index, worker, -request.params.n)

@@ -93,7 +93,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     `max_request_seconds` bounds requests whose client set no nearer deadline. A client that takes no part of
     its stream for `stalled_client_seconds` loses its request, so that an abandoned call cannot hold KV blocks
-    for ever.
+    for ever. `answered` counts the calls that were answered or refused.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._writer = AnswerWriter.of(model)
         self._max_request_seconds = max_request_seconds
         self._stalled_client_seconds = stalled_client_seconds
+        self.answered = 0
         self._running: set[asyncio.Task] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -231,11 +232,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._idle.clear()
         try:
             yield
+            self.answered += 1
         except InvalidRequest as error:
+            self.answered += 1
             await abort_invalid(context, error)
         except RequestRejected as error:
+            self.answered += 1
             await abort_invalid(context, InvalidRequest([FieldViolation(error.field, error.problem)]))
         except QueueFull as error:
+            self.answered += 1
             await abort(
                 context,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -19,6 +19,7 @@ import numaserve
 KILLS = int(os.environ.get("NUMASERVE_CHAOS_KILLS", "8"))
 STREAMS = 16
 FLAGS = ("--workers=3", "--kv-cache-memory=16MiB", "--dtype=float32")
+DEAF_PROGRAM = str(Path(__file__).parents[1] / "deaf_program.py")
 PROMPTS = [f"{number} times the fox" for number in range(STREAMS)]
 FIELDS = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "timeout": 120}
 
@@ -98,7 +99,7 @@ def victims(server: Server) -> dict[str, list[int]]:
     return kinds
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(120 + 30 * KILLS if KILLS > 16 else 600)
 def test_random_kills_under_load_cost_nothing_but_the_streams_that_had_begun(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -116,6 +117,8 @@ def test_random_kills_under_load_cost_nothing_but_the_streams_that_had_begun(
             wait_until_gone([victim])
             wait_for(lambda: all_serve(server), f"the service is not back after a {kind} was killed")
             wait_for(lambda: bool(victims(server)["zygote"]), "there is no zygote")
+            if load.wrong:
+                break
         load.stop()
         assert load.wrong == []
         assert load.answers > 0
@@ -142,3 +145,23 @@ def test_a_worker_that_hangs_is_replaced(tiny_model: Path, tmp_path: Path) -> No
         wait_until_gone([victim])
         with server.client(1) as client:
             assert client.infer("hello", max_tokens=2).served_by.pid != victim
+
+
+def test_a_worker_that_beats_but_answers_nothing_is_replaced(tiny_model: Path, tmp_path: Path) -> None:
+    flags = (*FLAGS, "--hang-timeout=3", "--self-request-interval=0.1", "--log-level=debug")
+    with Server(tiny_model, tmp_path / "r", *flags, program=(DEAF_PROGRAM,)) as server:
+        for worker in range(3):
+            server.log.wait_for("this worker answers itself", role=f"worker {worker}")
+        # Nobody but the workers themselves has asked for anything.
+        workers = server.status().workers
+        assert {(each.requests, each.prompt_tokens, each.generated_tokens) for each in workers} == {(0, 0, 0)}
+        victim = workers[1].pid
+        (tmp_path / "r" / f"deaf-{victim}").touch()
+        line = server.log.wait_for("this worker does not answer (a request of its own was silent for 3 s)")
+        assert line["role"] == "worker 1"
+        server.log.wait_for("worker 1 serves again")
+        wait_until_gone([victim])
+        with server.client(1) as client:
+            assert client.infer("hello", max_tokens=2).served_by.pid != victim
+        assert "no heartbeat for" not in server.log.text()
+        assert [place.pid for place in server.status().workers][::2] == [workers[0].pid, workers[2].pid]

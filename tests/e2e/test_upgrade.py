@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_a_successor_that_fails_changes_nothing(model: Path, tmp_path: Path) -> 
         assert "wanted is bfloat16" in refused.log.finish()
         killed = Server(model, runtime, *FLAGS, "--take-over")
         mark = len(old.log.lines)
-        old.log.wait_for("is about to take over", after=mark - 1)
+        old.log.wait_for("prepares to take over", after=mark - 1)
         killed.process.kill()
         killed.process.wait()
         old.log.wait_for("is gone; this server goes on", after=mark)
@@ -74,6 +75,23 @@ def test_a_successor_that_fails_changes_nothing(model: Path, tmp_path: Path) -> 
             with new.client() as client:
                 assert client.infer("hello", max_tokens=2).token_ids
         wait_until_gone(pids)
+
+
+def test_a_reload_while_a_successor_prepares_goes_first(model: Path, tmp_path: Path) -> None:
+    runtime = tmp_path / "r"
+    with Server(model, runtime, *FLAGS) as old:
+        new = Server(model, runtime, *FLAGS, "--take-over")
+        old.log.wait_for("prepares to take over")
+        # What is slow to start does not hold a reload up; its segments are the old ones by then, and it leaves.
+        os.kill(new.process.pid, signal.SIGSTOP)
+        old.process.send_signal(signal.SIGHUP)
+        old.log.wait_for("reload: done")
+        os.kill(new.process.pid, signal.SIGCONT)
+        assert new.process.wait(120) == 1
+        assert "serves generation 1 by now, it offered 0" in new.log.finish()
+        with old.client() as client:
+            assert client.infer("hello", max_tokens=2).token_ids
+        assert old.status().generation == 1
 
 
 def test_weights_whose_files_changed_are_read_again(model: Path, tmp_path: Path) -> None:

@@ -96,10 +96,10 @@ def test_a_file_that_is_not_what_it_was_is_refused(
     files: list[Path], manifest: FileManifest, act: Callable[[Path], None], words: str
 ) -> None:
     before = open_segment(manifest.seal())
-    before.populate()
+    before.check()
     act(files[0])
     with pytest.raises(SegmentError, match=f"a.safetensors: {words}"):
-        before.populate()
+        before.check()
     expected = "cannot be opened" if words.startswith("cannot") else words
     with pytest.raises(SegmentError, match=f"a.safetensors: {expected}"):
         open_segment(manifest.seal())

@@ -13,7 +13,7 @@ import pytest
 
 from placement.events import EventLoop
 from placement.fd_store import Notifier
-from placement.hand_over import SERVING, HandOver, NobodyServes, hand_over_socket, take_over
+from placement.hand_over import SERVING, HandOver, NobodyServes, claim, hand_over_socket, take_over
 from placement.kept_server import Inheritance, KeptServer, NotUsable, SegmentNote
 from placement.messages import SegmentBuilt
 from placement.segment import SegmentBuilder, TensorSpec
@@ -73,12 +73,24 @@ class Old:
 
     def __init__(self, runtime: Path) -> None:
         self.events = EventLoop()
-        self.begun: list[bool] = []
+        self.told: list[str] = []
         self.done: list[int] = []
         self.refusal = ""
         self.segment = make_segment()
         self.port = socket.socket()
-        self.hand_over = HandOver(self.events, runtime, self.offer, self.begun.append, self.done.append)
+        self.hand_over = HandOver(
+            self.events,
+            runtime,
+            self.offer,
+            self.begin,
+            lambda: self.told.append("failed"),
+            self.done.append,
+        )
+
+    def begin(self) -> None:
+        if self.refusal:
+            raise NotUsable(self.refusal)
+        self.told.append("begun")
 
     def offer(self) -> tuple[KeptServer, list[int]]:
         if self.refusal:
@@ -112,22 +124,55 @@ def test_descriptors_and_document_are_handed_over_and_the_end_is_told(tmp_path: 
     assert got.port_holder is not None
     assert os.fstat(got.port_holder.fileno()).st_ino == os.fstat(old.port.fileno()).st_ino
     assert not os.get_inheritable(got.descriptors[0])
-    assert (old.begun, old.hand_over.busy) == ([True], True)
+    # The old one notices nothing before the new one could serve.
+    assert (old.told, old.hand_over.busy) == ([], True)
+    assert claimed(got, old) == ""
+    assert old.told == ["begun"]
     assert got.connection is not None
     got.connection.send(SERVING)
     old.turn(1)
     assert old.done == [os.getpid()]
-    assert old.begun == [True]
+    assert old.told == ["begun"]
+
+
+def claimed(got: Inheritance, old: Old) -> str:
+    """What the old one answers to a successor that is ready."""
+    assert got.connection is not None
+    events, answers = EventLoop(), []
+    claim(events, got.connection, answers.append)
+    old.turn(1)
+    events.turn(5)
+    (answer,) = answers
+    return answer
+
+
+def test_what_was_offered_may_serve_no_longer_when_the_successor_is_ready(tmp_path: Path, old: Old) -> None:
+    got = ask(tmp_path, old)
+    old.refusal = "generation 8 serves by now"
+    assert claimed(got, old) == "generation 8 serves by now"
+    assert (old.told, old.done, old.hand_over.busy) == ([], [], False)
+    old.refusal = ""
+    assert ask(tmp_path, old).kept == KEPT
+
+
+def test_a_server_that_is_gone_leaves_the_way_free(tmp_path: Path, old: Old) -> None:
+    got = ask(tmp_path, old)
+    old.hand_over._forget(old.hand_over._successor)
+    assert got.connection is not None
+    events, answers = EventLoop(), []
+    claim(events, got.connection, answers.append)
+    events.turn(5)
+    assert answers == [""]
 
 
 def test_a_successor_that_goes_is_forgotten_and_a_second_one_waits_its_turn(tmp_path: Path, old: Old) -> None:
     first = ask(tmp_path, old)
-    with pytest.raises(NotUsable, match="is about to take over already"):
+    with pytest.raises(NotUsable, match="prepares to take over already"):
         ask(tmp_path, old)
     assert first.connection is not None
     first.connection.close()
     old.turn(1)
-    assert old.begun == [True, False]
+    assert old.told == ["failed"]
     assert old.done == []
     assert ask(tmp_path, old).kept == KEPT
 
@@ -136,7 +181,7 @@ def test_a_refusal_is_told_in_words(tmp_path: Path, old: Old) -> None:
     old.refusal = "a reload is under way"
     with pytest.raises(NotUsable, match="a reload is under way"):
         ask(tmp_path, old)
-    assert old.begun == []
+    assert old.told == []
 
 
 def test_nobody_there_is_another_matter(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_a_killed_worker_is_replaced_without_a_load(start) -> None:
     assert f"after the death of pid {before['pid']}" in line["message"]
     assert " ms " in line["message"]
     assert toy.ask(0)["pid"] != before["pid"]
+    assert (before["replaces"], toy.ask(0)["replaces"]) == (False, True)
     assert toy.ask(0)["contents"] == "weights of the toy"
     assert toy.ask(1) == other
     assert toy.loads() == 1

@@ -8,7 +8,9 @@ import sys
 import pytest
 from fake_host import write
 
+from placement import mapping as mapping_module
 from placement import numa
+from placement.mapping import Mapping
 from placement.permissions import Refused
 from placement.residency import (
     Method,
@@ -273,3 +275,15 @@ def test_weights_may_have_several_names(tmp_path):
         assert memory[::PAGE] == b"w" * 8
         both = process_memory(os.getpid(), (NAME, str(path)))
     assert both.weights_pss == (48 + 8) * PAGE
+
+
+def test_populating_piece_by_piece_leaves_no_page_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping_module, "_POPULATE_BYTES", 2 * PAGE)
+    descriptor = os.memfd_create("populate")
+    os.ftruncate(descriptor, 5 * PAGE)
+    mapping = Mapping.of_file(descriptor, 5 * PAGE, writable=False)
+    assert pages_per_node(mapping.address, mapping.length).untouched == 5
+    mapping.populate()
+    assert pages_per_node(mapping.address, mapping.length).untouched == 0
+    mapping.close()
+    os.close(descriptor)

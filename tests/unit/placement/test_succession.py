@@ -11,7 +11,7 @@ import pytest
 from served import wait_until_gone
 from toy import Toy
 
-from placement.hand_over import take_over
+from placement.hand_over import GO, READY, take_over
 
 
 def next_is(toy: Toy, **changes: object) -> None:
@@ -190,6 +190,8 @@ def test_nothing_is_handed_over_during_a_reload_and_no_reload_begins_during_a_ha
     os.kill(zygote, signal.SIGCONT)
     toy.log.wait_for("reload: done")
     inheritance = take_over(toy.runtime_dir, "0")
+    inheritance.connection.send(READY)
+    assert inheritance.connection.recv(100) == GO
     mark = len(toy.log.lines)
     toy.process.send_signal(signal.SIGHUP)
     toy.log.wait_for("SIGHUP: reload", after=mark)

@@ -206,3 +206,15 @@ async def test_a_sibling_that_has_the_prefix_is_preferred_among_equals(pair: Pai
     assert pair.there.requests == [wanted]
     await collect(pair.engine, request(tokens=3))
     assert len(pair.here.requests) == 1
+
+
+async def test_a_workers_own_request_stays_with_it(pair: Pair) -> None:
+    engine = BalancedEngine(pair.here, 0, pair.board, pair.path, {0: 10}, 4, own_request_id="self")
+    pair.busy(9)
+    await collect(engine, request("self"))
+    await collect(engine, request("other"))
+    assert [each.request_id for each in pair.here.requests] == ["self"]
+    pair.here.error = EngineUnavailable("is draining")
+    with pytest.raises(EngineUnavailable):
+        await collect(engine, request("self"))
+    engine.close()
