@@ -24,7 +24,7 @@ using simd::V;
 constexpr int kMostPanels = 4;
 // How far ahead the only tile of rows asks for weights. With several tiles only the first of them would meet memory, and it
 // would wait while the others leave memory idle: there each asks for its part of the next block of columns.
-constexpr int64_t kPrefetchBytes = 1024;
+constexpr int64_t kPrefetchBytes = 4096;
 
 // A source reads the weights of a pair of columns, the first and the second, for sixteen outputs.
 struct F32Source {
@@ -250,6 +250,12 @@ inline int64_t rows_per_block(int64_t columns) {
     return most(rows / kMostRows, 1) * kMostRows;
 }
 
+// Rows in blocks of about one size, since threads get equal numbers of blocks, and in whole tiles.
+inline int64_t even_block(int64_t rows, int64_t columns) {
+    const int64_t blocks = blocks_of(rows, rows_per_block(columns));
+    return blocks_of(blocks_of(rows, blocks), kMostRows) * kMostRows;
+}
+
 // Inputs that are not fp32 are widened this many bytes at a time.
 constexpr int64_t kWidenedBytes = 8 * 1024 * 1024;
 // Columns of a panel that stay in the first-level cache, beside the next ones, while all rows of a block pass over them.
@@ -405,7 +411,7 @@ class BlockProduct {
         const int64_t block_bytes = tile.pairs * layout_.pair_bytes;
         const bool is_last = pair + tile.pairs == layout_.pairs;
         for (int p = 0; p < panels; ++p) {
-            const int64_t next = tiles == 1 ? kPrefetchBytes : is_last ? panels * layout_.panel_bytes - pair * layout_.pair_bytes
+            const int64_t next = tiles == 1 ? kPrefetchBytes / panels : is_last ? panels * layout_.panel_bytes - pair * layout_.pair_bytes
                                                                        : block_bytes;
             ahead.start[p] = tile.weights[p] + next;
         }
@@ -481,7 +487,7 @@ inline void run(const Team& team, const numaserve_matmul& m) {
             team.barrier();
             a = widened;
         }
-        const int64_t block = rows_per_block(most(2 * layout.pairs, 1));
+        const int64_t block = even_block(rows, most(2 * layout.pairs, 1));
         const Range mine = numaserve::share(blocks_of(rows, block) * layout.panels, team.index, team.size);
         for (int64_t unit = mine.begin; unit < mine.end;) {
             const int64_t row = unit / layout.panels * block;
