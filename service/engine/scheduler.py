@@ -72,17 +72,19 @@ class Scheduler:
         self.admitted = []
         decodes: list[Scheduled] = []
         prompts: list[Scheduled] = []
-        self._budget = self.max_batch_tokens - sum(1 for sequence in self.running if sequence.remaining == 1)
+        generating = [len(each.token_ids) - each.num_computed == 1 for each in self.running]
+        self._budget = self.max_batch_tokens - sum(generating)
         self._logprob_rows = self.max_prompt_logprob_rows
 
-        position = 0
-        while position < len(self.running) and self._make_room(self.running[position]):
+        # Whoever lacks room may preempt those at the end of the list, itself included.
+        for position, generates in enumerate(generating):
+            if position >= len(self.running) or not self._make_room(self.running[position]):
+                break
             sequence = self.running[position]
-            if sequence.remaining == 1:
+            if generates:
                 decodes.append(Scheduled(sequence, 1))
             elif self._chunk(sequence):
                 prompts.append(self._take(sequence))
-            position += 1
 
         # Whoever was preempted in this step must not take the blocks that it just gave up.
         while self.preemptions == preemptions and self.waiting and len(self.running) < self.max_sequences:
