@@ -53,6 +53,7 @@ class Server:
         self.server: RunningServer = self._stack.enter_context(running_server(model, flags, 300))
         self._runner = self._stack.enter_context(asyncio.Runner())
         self._client: AsyncClient = self._runner.run(self._connect())
+        self._stack.callback(lambda: self._runner.run(self._client.close()))
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> Run:
         """See Subject. Each part of an answer counts from when the client has it."""
@@ -63,8 +64,7 @@ class Server:
         return self._runner.run(self._score(windows))
 
     def close(self) -> None:
-        """Stops the server."""
-        self._runner.run(self._client.close())
+        """Stops the server; does nothing where it was stopped."""
         self._stack.close()
 
     async def _connect(self) -> AsyncClient:
