@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from served import Server
 
+from service.kernels.layout import why_unusable
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -100,6 +102,30 @@ def test_bench_engine_says_what_is_wrong_with_a_model(tmp_path: Path) -> None:
     done = run_script(sys.executable, ROOT / "scripts" / "bench_engine", "--model", tmp_path)
     assert done.returncode == 1
     assert "config.json" in done.stderr
+
+
+def test_bench_cpu_measures_every_part(tiny_model: Path, tmp_path: Path) -> None:
+    if why_unusable() is not None:
+        pytest.skip("the native kernels are not built")
+    done = run_script(
+        *(sys.executable, ROOT / "scripts" / "bench_cpu", "--model", tiny_model, "--no-llama"),
+        *("--rounds", "1", "--formats", "bf16,int8", "--streams", "1,2", "--prompt", "16", "--new", "24"),
+        *("--long-prompt", "64", "--context", "128", "--context-streams", "2", "--context-rounds", "1"),
+        *("--perplexity-tokens", "256", "--json", tmp_path / "cpu.json"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "cpu.json").read_text())
+    measured = {(each["part"], each["subject"], each["streams"]) for each in report["samples"]}
+    for subject in ("numaserve bf16", "numaserve int8", "transformers bf16"):
+        assert {("speed", subject, 1), ("speed", subject, 2)} <= measured
+    assert ("context", "numaserve bf16", 2) in measured
+    # Both are the same tokens; how likely they are differs by the rounding alone.
+    (exact, count), (rounded, same_count) = report["perplexity"].values()
+    assert count == same_count == 256 - 4
+    assert abs(rounded / exact - 1) < 0.05
+    assert report["limits"][0]["read_bytes"] > 0
+    assert "tokens/s" in done.stdout
+    assert "machine: reads" in done.stdout
 
 
 def test_bench_cpu_names_what_it_does_not_know() -> None:
