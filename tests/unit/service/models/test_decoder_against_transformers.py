@@ -1,5 +1,6 @@
 """Logits of tiny random models of every family equal those of transformers, prompt and 40 decode steps."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,11 @@ def tokens(count: int) -> list[int]:
 def reference(model: Any, token_ids: list[int], prompt: int) -> torch.Tensor:
     """transformers' logits of every position: the prompt at once, then token by token with its cache."""
     result = model(torch.tensor([token_ids[:prompt]]), use_cache=True)
-    logits, cache = [result.logits[0]], result.past_key_values
+    # transformers called it past_key_values up to 5.17 at least.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    logits, cache = [result.logits[0]], {name: result.past_key_values}
     for token in token_ids[prompt:]:
-        logits.append(model(torch.tensor([[token]]), cache=cache, use_cache=True).logits[0])
+        logits.append(model(torch.tensor([[token]]), **cache, use_cache=True).logits[0])
     return torch.cat(logits)
 
 
