@@ -72,10 +72,14 @@ def test_bench_recovery_measures_every_event(tiny_model: Path, tmp_path: Path) -
         "a plain process loads it",
         "fresh start",
         "worker killed",
+        "an answer when nothing happens",
+        "worker killed: median",
+        "  until it serves, as the log tells",
         "worker and zygote killed",
         "reload: first new answer",
         "reload: old memory free",
-        "upgrade in place",
+        "upgrade in place, from its start",
+        "upgrade in place, the hand-over",
         "killed, restarted from the store",
     ]
     assert all(event["seconds"] > 0 for event in report["events"])
@@ -92,7 +96,8 @@ def test_bench_engine_measures_every_part(tiny_model: Path, tmp_path: Path) -> N
     # A prompt beyond the model's context is left out.
     assert [row["prompt_tokens"] for row in report["prefill"]] == [16, 64]
     own = report["sampling and overhead per step, no decoder"]
-    assert {row["parameters"] for row in own} == {"greedy", "temperature", "top_p", "top_k", "min_p"}
+    every = {"greedy", "temperature", "top_p", "top_k", "min_p", "typical_p"}
+    assert {row["parameters"] for row in own} == every
     assert all(0 < row["engine_ms"] < row["overhead_ms"] for row in own)
     for row in report["generation, greedy"]:
         assert 0 < row["model_ms"] < row["step_ms"]
