@@ -8,18 +8,15 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
+from altered_program import main_with
 
-import service.cli.serve
 import service.worker
 from numaserve.v1 import inference_pb2
 from placement.board import Board
-from placement.launcher import LauncherConfig
 from placement.messages import Channel, ForkWorker
-from service.cli.main import main
 from service.servicers.inference import InferenceServicer
 
 
@@ -39,13 +36,5 @@ def run(prepared: service.worker.Prepared, order: ForkWorker, channel: Channel, 
     service.worker.run(prepared, order, channel, board)
 
 
-def _with_deaf_workers(*arguments: object) -> LauncherConfig:
-    return replace(_original(*arguments), worker_entry="deaf_program:run")  # type: ignore[arg-type]
-
-
-_original = service.cli.serve.launcher_config
-
 if __name__ == "__main__":
-    os.environ["PYTHONPATH"] = f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
-    service.cli.serve.launcher_config = _with_deaf_workers
-    sys.exit(main())
+    sys.exit(main_with(worker_entry="deaf_program:run"))

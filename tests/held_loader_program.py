@@ -8,14 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import service.cli.serve
+from altered_program import main_with
+
 import service.loader.process
-from placement.launcher import LauncherConfig
 from placement.messages import Channel, ZygoteConfig
-from service.cli.main import main
 from service.config import ServiceConfig
 
 
@@ -31,13 +29,5 @@ def run(channel: Channel, config: ZygoteConfig) -> None:
     service.loader.process.run(channel, config)
 
 
-def _with_held_loader(*arguments: object) -> LauncherConfig:
-    return replace(_original(*arguments), loader_entry="held_loader_program:run")  # type: ignore[arg-type]
-
-
-_original = service.cli.serve.launcher_config
-
 if __name__ == "__main__":
-    os.environ["PYTHONPATH"] = f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
-    service.cli.serve.launcher_config = _with_held_loader
-    sys.exit(main())
+    sys.exit(main_with(loader_entry="held_loader_program:run"))

@@ -8,16 +8,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
-import service.cli.serve
+from altered_program import main_with
+
 import service.decoders
 import service.worker
 from placement.board import Board
-from placement.launcher import LauncherConfig
 from placement.messages import Channel, ForkWorker
-from service.cli.main import main
 
 
 def run(prepared: service.worker.Prepared, order: ForkWorker, channel: Channel, board: Board) -> None:
@@ -37,13 +35,5 @@ def run(prepared: service.worker.Prepared, order: ForkWorker, channel: Channel, 
     service.worker.run(prepared, order, channel, board)
 
 
-def _with_poking_workers(*arguments: object) -> LauncherConfig:
-    return replace(_original(*arguments), worker_entry="poking_program:run")  # type: ignore[arg-type]
-
-
-_original = service.cli.serve.launcher_config
-
 if __name__ == "__main__":
-    os.environ["PYTHONPATH"] = f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
-    service.cli.serve.launcher_config = _with_poking_workers
-    sys.exit(main())
+    sys.exit(main_with(worker_entry="poking_program:run"))

@@ -71,7 +71,7 @@ class NativeStep:
         cache: PagedKVCache,
         rotary: Mapping[RopeConfig, RotaryTable],
         rows: int,
-        input_dtype: torch.dtype = torch.float32,
+        input_dtype: torch.dtype,
     ) -> None:
         self.rows = rows
         self.input_dtype = input_dtype
