@@ -12,9 +12,10 @@ from service.models.weights import WeightPlan
 log = logging.getLogger("numaserve.launcher")
 
 BACKENDS = ("auto", "cpu", "torch")
-# The words of a segment's manifest for how its matrices lie.
+# The words of a segment's manifest for how its matrices lie. Another order of packed.h gets another name, so that a program which is
+# upgraded in place does not take over what it would misread.
 ROWS = "plain"
-PANELS = "panels"
+PANELS = "panels-2"
 
 
 def choose_backend(asked: str, quantization: Quantization | None = None) -> str:

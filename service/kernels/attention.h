@@ -6,196 +6,11 @@
 // is the row's own, so its result is the same bits whether it is computed alone, in a chunk, or spread over threads.
 #pragma once
 
-#include "matmul.h"
+#include "attention_parts.h"
+#include "cache.h"
 
 namespace {
 namespace attention {
-
-using matmul::blocks_of;
-using matmul::least;
-using matmul::most;
-using numaserve::Range;
-using numaserve::Team;
-using simd::kLanes;
-using simd::kMostRows;
-using simd::V;
-
-constexpr int64_t kBlock = 64;
-constexpr int64_t kBlockPanels = kBlock / kLanes;
-constexpr int64_t kSegment = 512;
-constexpr int64_t kTileRows = 64;
-constexpr float kMinusInfinity = -__builtin_inff();
-
-inline int64_t padded(int64_t dim) { return blocks_of(dim, kLanes) * kLanes; }
-inline int64_t group_of(const numaserve_attention& op) { return op.heads / op.kv_heads; }
-inline int64_t tile_positions(const numaserve_attention& op) { return most(kTileRows / group_of(op), 1); }
-inline int64_t tile_rows(const numaserve_attention& op) { return tile_positions(op) * group_of(op); }
-
-// Some successive positions of one sequence and the query heads of one key-value head: rows [position][head].
-struct Unit {
-    int64_t sequence;
-    int64_t kv_head;
-    int64_t first_position;
-    int64_t positions;
-    // Where its first query lies in the batch.
-    int64_t query_row;
-    int64_t first_key;
-    int64_t end_key;
-
-    int64_t first_segment() const { return first_key / kSegment; }
-    int64_t end_segment() const { return blocks_of(end_key, kSegment); }
-};
-
-template <class Function>
-inline void for_each_unit(const numaserve_attention& op, Function function) {
-    const int64_t step = tile_positions(op);
-    for (int64_t s = 0; s < op.sequence_count; ++s) {
-        const numaserve_sequence& sequence = op.sequences[s];
-        const int64_t start = sequence.context_length - sequence.query_length;
-        for (int64_t done = 0; done < sequence.query_length; done += step) {
-            Unit unit{};
-            unit.sequence = s;
-            unit.first_position = start + done;
-            unit.positions = least(step, sequence.query_length - done);
-            unit.query_row = sequence.query_start + done;
-            unit.first_key = op.window > 0 ? most(unit.first_position - op.window + 1, 0) : 0;
-            unit.end_key = unit.first_position + unit.positions;
-            for (unit.kv_head = 0; unit.kv_head < op.kv_heads; ++unit.kv_head) {
-                function(unit);
-            }
-        }
-    }
-}
-
-// Units where there are enough of them; else each segment of each unit is work of its own, merged by a second pass.
-struct Work {
-    bool split;
-    int64_t segments;
-};
-
-inline Work plan_work(const numaserve_attention& op, int threads) {
-    int64_t units = 0, segments = 0;
-    for_each_unit(op, [&](const Unit& unit) {
-        ++units;
-        segments += unit.end_segment() - unit.first_segment();
-    });
-    return {threads > 1 && units < 4 * threads && segments > units, segments};
-}
-
-// Running softmax of some rows: largest score, sum of weights, and weighted values [row][padded(head_dim)].
-struct Softmax {
-    float* largest;
-    float* total;
-    float* values;
-
-    static int64_t floats(int64_t rows, int64_t dim) { return rows * (dim + 2); }
-    static Softmax at(float* memory, int64_t rows) { return {memory, memory + rows, memory + 2 * rows}; }
-
-    void clear(int64_t rows, int64_t dim) const {
-        for (int64_t r = 0; r < rows; ++r) {
-            largest[r] = kMinusInfinity;
-            total[r] = 0.0F;
-        }
-        memset(values, 0, static_cast<size_t>(rows * dim) * sizeof(float));
-    }
-};
-
-// The exponential of a running maximum less the new one, most often 0 or minus infinity.
-inline float exp_of(float x) {
-    if (x == 0.0F || x == kMinusInfinity) {
-        return x == 0.0F ? 1.0F : 0.0F;
-    }
-    float numbers[kLanes];
-    simd::store(numbers, simd::exp(simd::splat(x)));
-    return numbers[0];
-}
-
-inline void merge(const Softmax& sum, const Softmax& part, int64_t row, int64_t dim) {
-    const float before = sum.largest[row], other = part.largest[row];
-    const float top = before > other ? before : other;
-    const float keep = exp_of(before - top), take = exp_of(other - top);
-    sum.largest[row] = top;
-    sum.total[row] = sum.total[row] * keep + part.total[row] * take;
-    for (int64_t d = row * dim; d < (row + 1) * dim; d += kLanes) {
-        const V kept = simd::mul(simd::load(sum.values + d), simd::splat(keep));
-        simd::store(sum.values + d, simd::fma(simd::load(part.values + d), simd::splat(take), kept));
-    }
-}
-
-struct Bf16Rows {
-    static V read(const void* row, int64_t d) { return simd::load_bf16(static_cast<const uint16_t*>(row) + d); }
-};
-struct F16Rows {
-    static V read(const void* row, int64_t d) { return simd::load_f16(static_cast<const uint16_t*>(row) + d); }
-};
-struct F32Rows {
-    static V read(const void* row, int64_t d) { return simd::load(static_cast<const float*>(row) + d); }
-};
-
-// values[r] += sum over keys [begin, end) of weights[r][key] * rows[key], for kRows rows and kParts vectors of a head from d on.
-template <class Rows, int kRows, int kParts>
-void add_values(const float* weights, const void* const* rows, int64_t begin, int64_t end, int64_t d, float* values, int64_t dim) {
-    V sums[kRows][kParts];
-#pragma GCC unroll 24
-    for (int i = 0; i < kRows * kParts; ++i) {
-        sums[i / kParts][i % kParts] = simd::load(values + (i / kParts) * dim + d + (i % kParts) * kLanes);
-    }
-    for (int64_t k = begin; k < end; ++k) {
-#pragma GCC unroll 4
-        for (int p = 0; p < kParts; ++p) {
-            const V value = Rows::read(rows[k], d + p * kLanes);
-#pragma GCC unroll 12
-            for (int r = 0; r < kRows; ++r) {
-                simd::add_product(sums[r][p], simd::splat(weights[r * kBlock + k]), value);
-            }
-        }
-    }
-#pragma GCC unroll 24
-    for (int i = 0; i < kRows * kParts; ++i) {
-        simd::store(values + (i / kParts) * dim + d + (i % kParts) * kLanes, sums[i / kParts][i % kParts]);
-    }
-}
-
-using ValueFunction = void (*)(const float*, const void* const*, int64_t, int64_t, int64_t, float*, int64_t);
-
-struct ValueFunctions {
-    ValueFunction many[kMostRows];
-    ValueFunction one[kMostRows];
-    int parts[kMostRows];
-};
-
-template <class Rows, int kRows = kMostRows>
-constexpr void fill_functions(ValueFunctions& table) {
-    constexpr int kFit = simd::kAccumulators / kRows;
-    constexpr int kParts = kFit > 4 ? 4 : kFit < 1 ? 1 : kFit;
-    table.many[kRows - 1] = add_values<Rows, kRows, kParts>;
-    table.one[kRows - 1] = add_values<Rows, kRows, 1>;
-    table.parts[kRows - 1] = kParts;
-    if constexpr (kRows > 1) {
-        fill_functions<Rows, kRows - 1>(table);
-    }
-}
-
-template <class Rows>
-constexpr ValueFunctions make_functions() {
-    ValueFunctions table{};
-    fill_functions<Rows>(table);
-    return table;
-}
-
-template <class Rows>
-constexpr ValueFunctions functions_of = make_functions<Rows>();
-
-inline const ValueFunctions& functions_for(int64_t dtype) {
-    switch (dtype) {
-        case NUMASERVE_BF16:
-            return functions_of<Bf16Rows>;
-        case NUMASERVE_F16:
-            return functions_of<F16Rows>;
-        default:
-            return functions_of<F32Rows>;
-    }
-}
 
 inline int64_t own_floats(const numaserve_attention& op) {
     const int64_t dim = padded(op.head_dim), rows = tile_rows(op);
@@ -209,10 +24,28 @@ inline numaserve::ScratchSize scratch(const numaserve_attention& op, int threads
     return {static_cast<size_t>(shared) * sizeof(float), static_cast<size_t>(own_floats(op)) * sizeof(float)};
 }
 
+// Where the keys of a block of positions lie, or its panels of keys, and their values. What is not there points to where something was.
+struct BlockRows {
+    int64_t sequence = -1;
+    int64_t kv_head = -1;
+    int64_t start = -1;
+    Range keys{};
+    const void* key[kBlock];
+    const void* value[kBlock];
+
+    bool is_of(const Unit& unit, int64_t position) const {
+        return sequence == unit.sequence && kv_head == unit.kv_head && start == position;
+    }
+};
+
 class UnitAttention {
    public:
     UnitAttention(const numaserve_attention& op, unsigned char* own)
-        : op_(op), group_(group_of(op)), dim_(padded(op.head_dim)), cache_bytes_(number_bytes(op.cache_dtype)) {
+        : op_(op),
+          group_(group_of(op)),
+          dim_(padded(op.head_dim)),
+          cache_{op.cache_dtype, op.block_size, op.kv_heads, op.head_dim},
+          in_panels_(cache_.in_panels()) {
         const int64_t rows = tile_rows(op);
         auto* memory = reinterpret_cast<float*>(own);
         const auto take = [&memory](int64_t floats) {
@@ -230,14 +63,18 @@ class UnitAttention {
         part_ = Softmax::at(take(Softmax::floats(rows, dim_)), rows);
         sum_ = Softmax::at(take(Softmax::floats(rows, dim_)), rows);
         memset(zero_row_, 0, static_cast<size_t>(dim_) * sizeof(float));
+        for (int64_t k = 0; k < kBlock; ++k) {
+            here_.key[k] = here_.value[k] = ahead_.key[k] = ahead_.value[k] = zero_row_;
+        }
         keys_in_pairs_ = op.cache_dtype == NUMASERVE_BF16 && op.head_dim % 2 == 0;
     }
 
-    void run_whole(const Unit& unit) {
+    // `next` is what comes after it, if anything.
+    void run_whole(const Unit& unit, const Unit* next) {
         load_query(unit);
         sum_.clear(rows_of(unit), dim_);
         for (int64_t segment = unit.first_segment(); segment < unit.end_segment(); ++segment) {
-            run_segment(unit, segment, part_);
+            run_segment(unit, segment, next, part_);
             merge_segment(unit, segment, part_);
         }
         write(unit);
@@ -245,7 +82,7 @@ class UnitAttention {
 
     void run_part(const Unit& unit, int64_t segment, float* memory) {
         load_query(unit);
-        run_segment(unit, segment, Softmax::at(memory, tile_rows(op_)));
+        run_segment(unit, segment, nullptr, Softmax::at(memory, tile_rows(op_)));
     }
 
     // `memory` holds what run_part left for each of the unit's segments.
@@ -297,36 +134,54 @@ class UnitAttention {
         }
     }
 
-    void run_segment(const Unit& unit, int64_t segment, const Softmax& part) {
+    void run_segment(const Unit& unit, int64_t segment, const Unit* next, const Softmax& part) {
         part.clear(rows_of(unit), dim_);
         const int64_t begin = most(segment * kSegment, unit.first_key) / kBlock;
         const int64_t end = blocks_of(least((segment + 1) * kSegment, unit.end_key), kBlock);
         for (int64_t block = begin; block < end; ++block) {
-            run_block(unit, block * kBlock, part);
+            const int64_t start = block * kBlock;
+            if (ahead_.is_of(unit, start)) {
+                here_ = ahead_;
+            } else {
+                find_rows(unit, start, here_);
+            }
+            if (start + kBlock < unit.end_key) {
+                find_rows(unit, start + kBlock, ahead_);
+            } else if (next != nullptr) {
+                find_rows(*next, next->first_key / kBlock * kBlock, ahead_);
+            } else {
+                ahead_.sequence = -1;
+                ahead_.keys = {};
+            }
+            run_block(unit, start, part);
         }
     }
 
     void run_block(const Unit& unit, int64_t start, const Softmax& part) {
-        const Range keys = {most(unit.first_key, start) - start, least(unit.end_key - start, kBlock)};
-        find_rows(unit, start, keys);
-        pack_keys(keys);
-        prefetch_block(unit, start + kBlock);
+        const Range keys = here_.keys;
         // The first and last positions whose queries see any of these keys.
         const int64_t first = most(start - unit.first_position, 0);
         int64_t end = unit.positions;
         if (op_.window > 0) {
             end = least(end, start + kBlock + op_.window - 1 - unit.first_position);
         }
-        weigh_keys(unit, start, first * group_, end * group_, keys, part);
+        // A few rows leave memory as busy as themselves when they ask for the next block bit by bit.
+        const bool bit_by_bit = in_panels_ && (end - first) * group_ <= kMostRows;
+        ask_for_ahead(bit_by_bit ? keys.end : 0);
+        if (!in_panels_) {
+            pack_keys(keys);
+        }
+        weigh_keys(unit, start, first * group_, end * group_, bit_by_bit, part);
         const bool wide = widen_values((end - first) * group_, keys);
         const ValueFunctions& functions = functions_for(wide ? int64_t{NUMASERVE_F32} : op_.cache_dtype);
+        const void* const* ahead = bit_by_bit && !wide ? ahead_.value : here_.value;
         for (int64_t position = first; position < end;) {
             const Range own = seen(unit.first_position + position, start, start + kBlock);
             int64_t same = position + 1;
             while (same < end && own.end - own.begin == kBlock && sees_all(unit.first_position + same, start)) {
                 ++same;
             }
-            add_rows(functions, position * group_, same * group_, own.begin - start, own.end - start, part);
+            add_rows(functions, position * group_, same * group_, own.begin - start, own.end - start, ahead, part);
             position = same;
         }
     }
@@ -336,64 +191,39 @@ class UnitAttention {
         return own.end - own.begin == kBlock;
     }
 
-    // Where successive positions of a sequence lie in the cache, for one key-value head.
-    class Places {
-       public:
-        Places(const numaserve_attention& op, const Unit& unit, int64_t position, int64_t cache_bytes)
-            : block_(op.block_tables + unit.sequence * op.table_stride + position / op.block_size),
-              offset_(position % op.block_size),
-              block_size_(op.block_size),
-              row_bytes_(op.kv_heads * op.head_dim * cache_bytes),
-              head_bytes_(unit.kv_head * op.head_dim * cache_bytes) {}
+    cache::Places places(const Unit& unit, int64_t position) const {
+        return {cache_, op_.block_tables + unit.sequence * op_.table_stride, unit.kv_head, position};
+    }
 
-        int64_t next() {
-            const int64_t at = (*block_ * block_size_ + offset_) * row_bytes_ + head_bytes_;
-            if (++offset_ == block_size_) {
-                offset_ = 0;
-                ++block_;
-            }
-            return at;
-        }
-
-       private:
-        const int64_t* block_;
-        int64_t offset_;
-        int64_t block_size_;
-        int64_t row_bytes_;
-        int64_t head_bytes_;
-    };
-
-    void find_rows(const Unit& unit, int64_t start, Range keys) {
+    void find_rows(const Unit& unit, int64_t start, BlockRows& rows) const {
         const auto* key_cache = static_cast<const unsigned char*>(op_.keys);
         const auto* value_cache = static_cast<const unsigned char*>(op_.values);
-        for (int64_t k = 0; k < kBlock; ++k) {
-            if (k < keys.begin || k >= keys.end) {
-                keys_[k] = zero_row_;
-                values_[k] = zero_row_;
-            }
-        }
-        Places places(op_, unit, start + keys.begin, cache_bytes_);
-        for (int64_t k = keys.begin; k < keys.end; ++k) {
+        const int64_t run = cache_.run(), stride = cache_.stride();
+        rows.sequence = unit.sequence;
+        rows.kv_head = unit.kv_head;
+        rows.start = start;
+        rows.keys = {most(unit.first_key, start) - start, least(unit.end_key - start, kBlock)};
+        const int64_t begin = rows.keys.begin / run * run;
+        const int64_t* table = op_.block_tables + unit.sequence * op_.table_stride;
+        cache::Places places(cache_, table, unit.kv_head, start + begin);
+        for (int64_t k = begin; k < rows.keys.end; k += run) {
             const int64_t at = places.next();
-            keys_[k] = key_cache + at;
-            values_[k] = value_cache + at;
+            rows.key[k / run] = key_cache + at;
+            for (int64_t i = 0; i < run; ++i) {
+                rows.value[k + i] = value_cache + at + i * stride;
+            }
         }
     }
 
-    void prefetch_block(const Unit& unit, int64_t start) const {
-        const int64_t bytes = op_.head_dim * cache_bytes_;
-        const auto* key_cache = static_cast<const unsigned char*>(op_.keys);
-        const auto* value_cache = static_cast<const unsigned char*>(op_.values);
-        const int64_t end = least(start + kBlock, unit.end_key);
-        if (start >= end) {
-            return;
-        }
-        Places places(op_, unit, start, cache_bytes_);
-        for (int64_t k = start; k < end; ++k) {
-            const int64_t at = places.next();
-            for (int64_t line = 0; line < bytes; line += 64) {
-                simd::prefetch(key_cache + at + line);
-                simd::prefetch(value_cache + at + line);
+    // Asks for the next block's keys and values from `begin` on.
+    void ask_for_ahead(int64_t begin) const {
+        const int64_t run = cache_.run(), bytes = run * cache_.head_bytes();
+        for (int64_t k = most(begin, ahead_.keys.begin) / run * run; k < ahead_.keys.end; k += run) {
+            const auto* keys = static_cast<const unsigned char*>(ahead_.key[k / run]);
+            const auto* values = static_cast<const unsigned char*>(ahead_.value[k]);
+            for (int64_t line = 0; line < bytes; line += kLine) {
+                simd::prefetch(keys + line);
+                simd::prefetch(values + line);
             }
         }
     }
@@ -401,11 +231,13 @@ class UnitAttention {
     // Keys as panels of sixteen, like packed weights: an element of a head is a column, a key an output.
     void pack_keys(Range keys) {
         const int64_t words = keys_in_pairs_ ? op_.head_dim / 2 : (op_.head_dim + 1) / 2 * 2;
+        const bool widen = !keys_in_pairs_ && (op_.cache_dtype != NUMASERVE_F32 || op_.head_dim % 2 != 0);
         const void* rows[kBlock];
         for (int64_t k = 0; k < kBlock; ++k) {
-            rows[k] = keys_[k];
-            if (!keys_in_pairs_ && keys_[k] != zero_row_ && (op_.cache_dtype != NUMASERVE_F32 || op_.head_dim % 2 != 0)) {
-                widen_row(keys_[k], wide_keys_ + k * dim_);
+            const bool is_there = k >= keys.begin && k < keys.end;
+            rows[k] = is_there ? here_.key[k] : zero_row_;
+            if (widen && is_there) {
+                widen_row(here_.key[k], wide_keys_ + k * dim_);
                 rows[k] = wide_keys_ + k * dim_;
             }
         }
@@ -427,15 +259,19 @@ class UnitAttention {
             return false;
         }
         for (int64_t k = keys.begin; k < keys.end; ++k) {
-            widen_row(values_[k], wide_values_ + k * dim_);
-            values_[k] = wide_values_ + k * dim_;
+            widen_row(here_.value[k], wide_values_ + k * dim_);
+            here_.value[k] = wide_values_ + k * dim_;
         }
         return true;
     }
 
     // Scores of rows [begin, end), their softmax weights, and the rescaling of what the rows have summed so far.
-    void weigh_keys(const Unit& unit, int64_t start, int64_t begin, int64_t end, Range keys, const Softmax& part) {
-        const matmul::TileFunctions& functions = matmul::functions_for(keys_in_pairs_ ? NUMASERVE_BF16 : NUMASERVE_F32, false);
+    // With `ask_ahead` the next block's keys are asked for meanwhile.
+    void weigh_keys(const Unit& unit, int64_t start, int64_t begin, int64_t end, bool ask_ahead, const Softmax& part) {
+        const Range keys = here_.keys;
+        const int64_t widened = keys_in_pairs_ ? int64_t{NUMASERVE_BF16} : int64_t{NUMASERVE_F32};
+        const int64_t format = in_panels_ ? op_.cache_dtype : widened;
+        const matmul::TileFunctions& functions = matmul::functions_for(format, false);
         const int64_t first_panel = keys.begin / kLanes, end_panel = blocks_of(keys.end, kLanes);
         const int64_t tiles = blocks_of(end - begin, kMostRows);
         for (int64_t t = 0; t < tiles; ++t) {
@@ -450,9 +286,10 @@ class UnitAttention {
                 const int fit = functions.panels[rows - 1];
                 const int panels = panel + fit <= end_panel ? fit : 1;
                 for (int p = 0; p < panels; ++p) {
-                    tile.weights[p] = reinterpret_cast<const unsigned char*>(key_panels_ + (panel + p) * kLanes * dim_);
-                    tile.ahead[p] = tile.weights[p];
+                    tile.weights[p] = key_panel(panel + p);
+                    tile.ahead[p] = static_cast<const unsigned char*>(ask_ahead ? ahead_.key[panel + p] : tile.weights[p]);
                 }
+                tile.ahead_bytes = ask_ahead ? packed::pair_bytes_of(format) : 0;
                 tile.sums = scores_ + panel * kMostRows * kLanes;
                 (panels == fit ? functions.many : functions.one)[rows - 1](tile);
                 panel += panels;
@@ -463,6 +300,11 @@ class UnitAttention {
                 weigh_row(scores_ + r * kLanes, row, own.begin - start, own.end - start, part);
             }
         }
+    }
+
+    const unsigned char* key_panel(int64_t panel) const {
+        return in_panels_ ? static_cast<const unsigned char*>(here_.key[panel])
+                          : reinterpret_cast<const unsigned char*>(key_panels_ + panel * kLanes * dim_);
     }
 
     void weigh_row(const float* scores, int64_t row, int64_t begin, int64_t end, const Softmax& part) {
@@ -508,7 +350,7 @@ class UnitAttention {
     }
 
     void add_rows(const ValueFunctions& functions, int64_t begin, int64_t end, int64_t first_key, int64_t end_key,
-                  const Softmax& part) {
+                  const void* const* ahead, const Softmax& part) {
         const int64_t tiles = blocks_of(end - begin, kMostRows);
         for (int64_t t = 0; t < tiles; ++t) {
             const Range tile = numaserve::share(end - begin, static_cast<int>(t), static_cast<int>(tiles));
@@ -517,7 +359,7 @@ class UnitAttention {
                 const int fit = functions.parts[rows - 1];
                 const int parts = d + fit * kLanes <= dim_ ? fit : 1;
                 const ValueFunction function = (parts == fit ? functions.many : functions.one)[rows - 1];
-                function(weights_ + row * kBlock, values_, first_key, end_key, d, part.values + row * dim_, dim_);
+                function(weights_ + row * kBlock, here_.value, ahead, first_key, end_key, d, part.values + row * dim_, dim_);
                 d += parts * kLanes;
             }
         }
@@ -526,7 +368,8 @@ class UnitAttention {
     const numaserve_attention& op_;
     int64_t group_;
     int64_t dim_;
-    int64_t cache_bytes_;
+    cache::Layout cache_;
+    bool in_panels_;
     bool keys_in_pairs_;
     float* query_;
     float* key_panels_;
@@ -537,8 +380,8 @@ class UnitAttention {
     float* scores_;
     Softmax part_;
     Softmax sum_;
-    const void* keys_[kBlock];
-    const void* values_[kBlock];
+    BlockRows here_;
+    BlockRows ahead_;
 };
 
 // Hands each thread a contiguous part of the units with about the same work; packing a key costs as much as some rows' use of it.
@@ -569,11 +412,21 @@ inline void run(const Team& team, const numaserve_attention& op) {
     };
     if (!plan_work(op, team.size).split) {
         for_each_unit(op, [&](const Unit& unit) { shares.count(unit_cost(unit)); });
+        Unit pending{};
+        bool has_pending = false;
         for_each_unit(op, [&](const Unit& unit) {
-            if (shares.is_mine(unit_cost(unit))) {
-                attention.run_whole(unit);
+            if (!shares.is_mine(unit_cost(unit))) {
+                return;
             }
+            if (has_pending) {
+                attention.run_whole(pending, &unit);
+            }
+            pending = unit;
+            has_pending = true;
         });
+        if (has_pending) {
+            attention.run_whole(pending, nullptr);
+        }
         return;
     }
     const auto segment_cost = [group](const Unit& unit, int64_t segment) {

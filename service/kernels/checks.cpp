@@ -59,6 +59,9 @@ bool check(const numaserve_rope& op) {
     if (op.keys == nullptr || op.values == nullptr || op.slots == nullptr || !is_dtype(op.cache_dtype)) {
         return fail("keys, values, slots, cache_dtype", "must be given");
     }
+    if (op.block_size <= 0) {
+        return fail("block_size", "must be positive");
+    }
     if (op.cosine != nullptr && op.positions == nullptr && op.table_rows < op.rows) {
         return fail("table_rows", "is less than rows");
     }

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "cache.h"
 #include "dispatch.h"
 #include "packed.h"
 #include "pool.h"
@@ -44,15 +45,17 @@ inline void rms_norm(const Team& team, const numaserve_rms_norm& op) {
     }
 }
 
-// One head of one row: from `from` in qkv, normed with `norm` (if any) and rotated, to `to` in an array of `dtype`.
-inline void rotate_head(const numaserve_rope& op, const numaserve_array& norm, int64_t row, int64_t from, void* to, int64_t dtype,
-                        int64_t at) {
-    constexpr int64_t kMostDim = 1024;
-    float head[kMostDim];
-    const int64_t dim = op.head_dim;
-    for (int64_t d = 0; d < dim; d += kLanes) {
-        simd::store_some(head, NUMASERVE_F32, d, dim - d, simd::load_some(op.qkv.data, op.qkv.dtype, from + d, dim - d));
+inline void load_head(const numaserve_rope& op, int64_t from, float* head) {
+    for (int64_t d = 0; d < op.head_dim; d += kLanes) {
+        const V v = simd::load_some(op.qkv.data, op.qkv.dtype, from + d, op.head_dim - d);
+        simd::store_some(head, NUMASERVE_F32, d, op.head_dim - d, v);
     }
+}
+
+// One head of one row, from `from` in qkv, normed with `norm` (if any) and rotated.
+inline void rotate_head(const numaserve_rope& op, const numaserve_array& norm, int64_t row, int64_t from, float* head) {
+    const int64_t dim = op.head_dim;
+    load_head(op, from, head);
     if (norm.data != nullptr) {
         const V inverse = simd::splat(inverse_root_mean_square(op.qkv, from, dim, op.eps));
         for (int64_t d = 0; d < dim; d += kLanes) {
@@ -76,32 +79,30 @@ inline void rotate_head(const numaserve_rope& op, const numaserve_array& norm, i
             b = y * cosine[i] + x * sine[i];
         }
     }
-    for (int64_t d = 0; d < dim; d += kLanes) {
-        simd::store_some(to, dtype, at + d, dim - d, simd::load_some(head, NUMASERVE_F32, d, dim - d));
-    }
 }
 
 inline void rope(const Team& team, const numaserve_rope& op) {
     const Range rows = numaserve::share(op.rows, team.index, team.size);
+    const cache::Layout layout{op.cache_dtype, op.block_size, op.kv_heads, op.head_dim};
     const int64_t dim = op.head_dim;
+    float head[cache::Layout::kMostDim];
     for (int64_t r = rows.begin; r < rows.end; ++r) {
         const int64_t row = r * op.qkv.stride;
         for (int64_t h = 0; h < op.heads; ++h) {
             const int64_t at = r * op.query.stride + h * dim;
-            rotate_head(op, op.query_norm, r, row + h * dim, op.query.data, op.query.dtype, at);
+            rotate_head(op, op.query_norm, r, row + h * dim, head);
+            for (int64_t d = 0; d < dim; d += kLanes) {
+                const V v = simd::load_some(head, NUMASERVE_F32, d, dim - d);
+                simd::store_some(op.query.data, op.query.dtype, at + d, dim - d, v);
+            }
         }
         const int64_t slot = op.slots[r];
-        if (slot < 0) {
-            continue;
-        }
-        for (int64_t h = 0; h < op.kv_heads; ++h) {
+        for (int64_t h = 0; slot >= 0 && h < op.kv_heads; ++h) {
             const int64_t key = row + (op.heads + h) * dim;
-            const int64_t at = (slot * op.kv_heads + h) * dim;
-            rotate_head(op, op.key_norm, r, key, op.keys, op.cache_dtype, at);
-            for (int64_t d = 0; d < dim; d += kLanes) {
-                const V v = simd::load_some(op.qkv.data, op.qkv.dtype, key + op.kv_heads * dim + d, dim - d);
-                simd::store_some(op.values, op.cache_dtype, at + d, dim - d, v);
-            }
+            rotate_head(op, op.key_norm, r, key, head);
+            layout.put_key(op.keys, slot, h, head);
+            load_head(op, key + op.kv_heads * dim, head);
+            layout.put_value(op.values, slot, h, head);
         }
     }
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from service.kernels.build import LIBRARY
 
-ABI = 2
+ABI = 3
 FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}
 INTEGER_FORMATS = ("int8", "int4")
 # Columns that may share a scale; 0 is all of a row.
@@ -20,6 +20,7 @@ GROUPS = (0, 16, 32, 64, 128, 256)
 _PANEL_ROWS = 16
 _ALIGNMENT = 64
 _PAIR_BYTES = {"float32": 128, "bfloat16": 64, "float16": 64, "int8": 32, "int4": 16}
+_INT4_PAIRS = 4
 
 
 def packed_bytes(format: str, rows: int, columns: int, group: int = 0) -> int:
@@ -29,7 +30,8 @@ def packed_bytes(format: str, rows: int, columns: int, group: int = 0) -> int:
     if group not in GROUPS:
         raise ValueError(f"group: must be one of {', '.join(map(str, GROUPS))}, not {group}")
     panels, pairs = -(-rows // _PANEL_ROWS), -(-columns // 2)
-    size = panels * pairs * _PAIR_BYTES[format]
+    together = _INT4_PAIRS if format == "int4" else 1
+    size = panels * -(-pairs // together) * together * _PAIR_BYTES[format]
     if format not in INTEGER_FORMATS:
         return _aligned(size)
     groups = -(-pairs // (group // 2)) if group else 1

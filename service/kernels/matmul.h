@@ -1,282 +1,18 @@
 // Matrix products with packed weights. Included after one of the simd headers.
 //
-// Every output is one chain of fused multiply-adds over k, from the first column to the last, held by one lane of one
-// accumulator; group-wise integers sum each group in such a chain and chain the scaled sums. How many rows or panels are
-// computed side by side, how k is cut into blocks and which thread does it changes nothing of that, so neither does it change
-// a bit of the result.
+// How many rows or panels are computed side by side, how columns are cut into blocks and which thread does it changes nothing of how
+// an output comes about, so neither does it change a bit of the result.
 #pragma once
 
-#include "dispatch.h"
-#include "packed.h"
-#include "pool.h"
-#include "transpose.h"
-#include "vector_math.h"
+#include "matmul_floats.h"
+#if defined(NUMASERVE_PAIR_PRODUCTS)
+#include "matmul_integers.h"
+#endif
 
 namespace {
 namespace matmul {
 
-using numaserve::Range;
-using numaserve::Team;
-using packed::kPanel;
-using simd::kMostRows;
-using simd::V;
-
-constexpr int kMostPanels = 4;
-// How far ahead the only tile of rows asks for weights. With several tiles only the first of them would meet memory, and it
-// would wait while the others leave memory idle: there each asks for its part of the next block of columns.
-constexpr int64_t kPrefetchBytes = 4096;
-
-// A source reads the weights of a pair of columns, the first and the second, for sixteen outputs.
-struct F32Source {
-    static constexpr int64_t kPairBytes = 128;
-    static constexpr int kPanels = kMostPanels;
-    static constexpr bool kHasZeros = false;
-    static V first(const unsigned char* p, V) { return simd::load(reinterpret_cast<const float*>(p)); }
-    static V second(const unsigned char* p, V) { return simd::load(reinterpret_cast<const float*>(p) + kPanel); }
-};
-
-struct Bf16Source {
-    static constexpr int64_t kPairBytes = 64;
-    static constexpr int kPanels = kMostPanels;
-    static constexpr bool kHasZeros = false;
-    static V first(const unsigned char* p, V) { return simd::load_bf16_first(p); }
-    static V second(const unsigned char* p, V) { return simd::load_bf16_second(p); }
-};
-
-struct F16Source {
-    static constexpr int64_t kPairBytes = 64;
-    static constexpr int kPanels = kMostPanels;
-    static constexpr bool kHasZeros = false;
-    static V first(const unsigned char* p, V) { return simd::load_f16(reinterpret_cast<const uint16_t*>(p)); }
-    static V second(const unsigned char* p, V) { return simd::load_f16(reinterpret_cast<const uint16_t*>(p) + kPanel); }
-};
-
-struct Int8Source {
-    static constexpr int64_t kPairBytes = 32;
-    static constexpr int kPanels = kMostPanels;
-    static constexpr bool kHasZeros = false;
-    static V first(const unsigned char* p, V) { return simd::load_i8(p); }
-    static V second(const unsigned char* p, V) { return simd::load_i8(p + kPanel); }
-};
-
-struct Int4Source {
-    static constexpr int64_t kPairBytes = 16;
-    static constexpr int kPanels = 2;
-    static constexpr bool kHasZeros = true;
-    static V first(const unsigned char* p, V zeros) { return simd::sub(simd::load_low_u4(p), zeros); }
-    static V second(const unsigned char* p, V zeros) { return simd::sub(simd::load_high_u4(p), zeros); }
-};
-
-// Some rows times some panels over some columns. All pointers are at the first of those columns.
-struct Tile {
-    const float* a;
-    int64_t a_stride;
-    const unsigned char* weights[kMostPanels];
-    const float* scales[kMostPanels];
-    const uint8_t* zeros[kMostPanels];
-    // Weights to be asked for, and how many bytes of them with each pair of columns.
-    const unsigned char* ahead[kMostPanels];
-    int64_t ahead_bytes;
-    int64_t pairs;
-    int64_t group_pairs;
-    // The sums, [panel][kMostRows][16]; begun anew where `first` is set, else carried on.
-    float* sums;
-    bool first;
-};
-
-inline float* sums_at(const Tile& tile, int panel, int row) { return tile.sums + (panel * kMostRows + row) * kPanel; }
-
-template <class Source, int kRows, int kPanels>
-inline __attribute__((always_inline)) void accumulate(V (&sums)[kRows][kPanels], const V (&zeros)[kPanels], const Tile& tile,
-                                                      int64_t begin, int64_t end) {
-    constexpr int kBases = (kRows + 2) / 3;
-    const int64_t stride = tile.a_stride;
-    const float* base[kBases];
-    for (int i = 0; i < kBases; ++i) {
-        base[i] = tile.a + 3 * i * stride + 2 * begin;
-    }
-    const unsigned char* weights[kPanels];
-    const unsigned char* ahead[kPanels];
-    const int64_t ahead_bytes = tile.ahead_bytes;
-    for (int p = 0; p < kPanels; ++p) {
-        weights[p] = tile.weights[p] + begin * Source::kPairBytes;
-        ahead[p] = tile.ahead[p] + begin * ahead_bytes;
-    }
-    for (int64_t i = begin; i < end; ++i) {
-#pragma GCC unroll 4
-        for (int p = 0; p < kPanels; ++p) {
-            simd::prefetch(ahead[p]);
-            ahead[p] += ahead_bytes;
-            const V first = Source::first(weights[p], zeros[p]);
-#pragma GCC unroll 12
-            for (int r = 0; r < kRows; ++r) {
-                simd::add_product(sums[r][p], simd::splat(base[r / 3][(r % 3) * stride]), first);
-            }
-            if constexpr (kRows > 4) {
-                // Keeps the second read behind the first sums: with both at once the registers would not suffice.
-                asm volatile("" ::: "memory");
-            }
-            const V second = Source::second(weights[p], zeros[p]);
-#pragma GCC unroll 12
-            for (int r = 0; r < kRows; ++r) {
-                simd::add_product(sums[r][p], simd::splat(base[r / 3][(r % 3) * stride + 1]), second);
-            }
-            weights[p] += Source::kPairBytes;
-        }
-        for (int b = 0; b < kBases; ++b) {
-            base[b] += 2;
-        }
-    }
-}
-
-template <class Source, int kPanels>
-inline void read_zeros(V (&zeros)[kPanels], const Tile& tile, int64_t group) {
-    for (int p = 0; p < kPanels; ++p) {
-        zeros[p] = Source::kHasZeros ? simd::load_u8(tile.zeros[p] + group * kPanel) : simd::zero();
-    }
-}
-
-template <class Source, bool kGrouped, int kRows, int kPanels>
-void compute_tile(const Tile& tile) {
-    V sums[kRows][kPanels];
-    V zeros[kPanels];
-    if constexpr (!kGrouped) {
-        read_zeros<Source>(zeros, tile, 0);
-#pragma GCC unroll 24
-        for (int i = 0; i < kRows * kPanels; ++i) {
-            const int r = i / kPanels, p = i % kPanels;
-            sums[r][p] = tile.first ? simd::zero() : simd::load(sums_at(tile, p, r));
-        }
-        accumulate<Source>(sums, zeros, tile, 0, tile.pairs);
-#pragma GCC unroll 24
-        for (int i = 0; i < kRows * kPanels; ++i) {
-            simd::store(sums_at(tile, i % kPanels, i / kPanels), sums[i / kPanels][i % kPanels]);
-        }
-    } else {
-        int64_t group = 0;
-        for (int64_t begin = 0; begin < tile.pairs; begin += tile.group_pairs, ++group) {
-            const int64_t end = begin + tile.group_pairs < tile.pairs ? begin + tile.group_pairs : tile.pairs;
-            read_zeros<Source>(zeros, tile, group);
-#pragma GCC unroll 24
-            for (int i = 0; i < kRows * kPanels; ++i) {
-                sums[i / kPanels][i % kPanels] = simd::zero();
-            }
-            accumulate<Source>(sums, zeros, tile, begin, end);
-#pragma GCC unroll 24
-            for (int i = 0; i < kRows * kPanels; ++i) {
-                const int r = i / kPanels, p = i % kPanels;
-                float* total = sums_at(tile, p, r);
-                const V before = tile.first && begin == 0 ? simd::zero() : simd::load(total);
-                simd::store(total, simd::fma(sums[r][p], simd::load(tile.scales[p] + group * kPanel), before));
-            }
-        }
-    }
-}
-
-// As many panels side by side as there are accumulators for, so that few rows too keep the multipliers busy.
-template <class Source>
-constexpr int panels_for(int rows) {
-    const int fit = simd::kAccumulators / rows;
-    return fit < 1 ? 1 : fit < Source::kPanels ? fit : Source::kPanels;
-}
-
-using TileFunction = void (*)(const Tile&);
-
-// The functions for 1 ... kMostRows rows: for panels_for(rows) panels, and for one.
-struct TileFunctions {
-    TileFunction many[kMostRows];
-    TileFunction one[kMostRows];
-    int panels[kMostRows];
-};
-
-template <class Source, bool kGrouped, int kRows = kMostRows>
-constexpr void fill_functions(TileFunctions& table) {
-    constexpr int kPanels = panels_for<Source>(kRows);
-    table.many[kRows - 1] = compute_tile<Source, kGrouped, kRows, kPanels>;
-    table.one[kRows - 1] = compute_tile<Source, kGrouped, kRows, 1>;
-    table.panels[kRows - 1] = kPanels;
-    if constexpr (kRows > 1) {
-        fill_functions<Source, kGrouped, kRows - 1>(table);
-    }
-}
-
-template <class Source, bool kGrouped>
-constexpr TileFunctions make_functions() {
-    TileFunctions table{};
-    fill_functions<Source, kGrouped>(table);
-    return table;
-}
-
-template <class Source, bool kGrouped>
-constexpr TileFunctions functions_of = make_functions<Source, kGrouped>();
-
-inline const TileFunctions& functions_for(int64_t format, bool grouped) {
-    switch (format) {
-        case NUMASERVE_BF16:
-            return functions_of<Bf16Source, false>;
-        case NUMASERVE_F16:
-            return functions_of<F16Source, false>;
-        case NUMASERVE_INT8:
-            return grouped ? functions_of<Int8Source, true> : functions_of<Int8Source, false>;
-        case NUMASERVE_INT4:
-            return grouped ? functions_of<Int4Source, true> : functions_of<Int4Source, false>;
-        default:
-            return grouped ? functions_of<F32Source, true> : functions_of<F32Source, false>;
-    }
-}
-
-// Widens the integers of a panel, less their zero points, to floats [pairs][2][16].
-template <class Source>
-void widen_panel(const Tile& tile, int panel, float* target) {
-    for (int64_t group = 0, begin = 0; begin < tile.pairs; begin += tile.group_pairs, ++group) {
-        const int64_t end = begin + tile.group_pairs < tile.pairs ? begin + tile.group_pairs : tile.pairs;
-        const V zeros = Source::kHasZeros ? simd::load_u8(tile.zeros[panel] + group * kPanel) : simd::zero();
-        for (int64_t i = begin; i < end; ++i) {
-            const unsigned char* pair = tile.weights[panel] + i * Source::kPairBytes;
-            simd::store(target + i * 2 * kPanel, Source::first(pair, zeros));
-            simd::store(target + i * 2 * kPanel + kPanel, Source::second(pair, zeros));
-        }
-    }
-}
-
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-inline int64_t blocks_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
-// Rows whose fp32 inputs take half of a usual second-level cache, in whole tiles.
-inline int64_t rows_per_block(int64_t columns) {
-    constexpr int64_t kCacheBytes = 256 * 1024;
-    const int64_t rows = least(most(kCacheBytes / (4 * columns), 24), 192);
-    return most(rows / kMostRows, 1) * kMostRows;
-}
-
-// Rows in blocks of about one size, since threads get equal numbers of blocks, and in whole tiles.
-inline int64_t even_block(int64_t rows, int64_t columns) {
-    const int64_t blocks = blocks_of(rows, rows_per_block(columns));
-    return blocks_of(blocks_of(rows, blocks), kMostRows) * kMostRows;
-}
-
-// Inputs that are not fp32 are widened this many bytes at a time.
-constexpr int64_t kWidenedBytes = 8 * 1024 * 1024;
-// Columns of a panel that stay in the first-level cache, beside the next ones, while all rows of a block pass over them.
-constexpr int64_t kBlockPairs = 192;
-constexpr int64_t kWidenedPairs = 128;
-// Tiles of rows from which on integers are widened once instead of by each tile.
-constexpr int64_t kTilesToWiden = 3;
-
-inline bool needs_widening(const numaserve_matmul& m) {
-    return m.x.dtype != NUMASERVE_F32 || m.weight.columns % 2 != 0;
-}
-
-inline int64_t rows_per_chunk(const numaserve_matmul& m, const packed::Layout& layout) {
-    if (!needs_widening(m)) {
-        return m.rows;
-    }
-    const int64_t block = rows_per_block(2 * layout.pairs);
-    return most(kWidenedBytes / (8 * layout.pairs) / block, 1) * block;
-}
-
-inline numaserve::ScratchSize scratch(const numaserve_matmul& m) {
+inline numaserve::ScratchSize float_scratch(const numaserve_matmul& m) {
     const packed::Layout layout = packed::layout_of(m.weight);
     const int64_t rows = least(rows_per_chunk(m, layout), m.rows);
     const int64_t tile_rows = rows_per_block(most(2 * layout.pairs, 1)) + kMostRows;
@@ -285,190 +21,7 @@ inline numaserve::ScratchSize scratch(const numaserve_matmul& m) {
     return {needs_widening(m) ? static_cast<size_t>(rows * layout.pairs * 8) : 0, static_cast<size_t>((sums + widened) * 4)};
 }
 
-inline void widen_rows(const numaserve_array& x, int64_t first, Range rows, int64_t columns, int64_t stride, float* target) {
-    for (int64_t r = rows.begin; r < rows.end; ++r) {
-        const int64_t from = (first + r) * x.stride;
-        float* to = target + r * stride;
-        int64_t k = 0;
-        for (; k + kPanel <= columns; k += kPanel) {
-            simd::store(to + k, simd::load_any(x.data, x.dtype, from + k));
-        }
-        for (; k < stride; ++k) {
-            to[k] = k < columns ? load_number(x.data, x.dtype, from + k) : 0.0F;
-        }
-    }
-}
-
-// What becomes of the finished sums of one row and panel.
-inline void finish(const numaserve_matmul& m, V v, const float* channel_scales, int64_t row, int64_t panel) {
-    const int64_t column = panel * kPanel;
-    const int64_t count = least(kPanel, m.weight.rows - column);
-    if (channel_scales != nullptr) {
-        v = simd::mul(v, simd::load(channel_scales));
-    }
-    if (m.bias.data != nullptr) {
-        v = simd::add(v, simd::load_some(m.bias.data, m.bias.dtype, column, count));
-    }
-    v = simd::mul(v, simd::splat(m.scale));
-    if (m.softcap != 0.0F) {
-        v = simd::softcap(v, m.softcap);
-    }
-    if (m.residual.data != nullptr) {
-        v = simd::add(simd::load_some(m.residual.data, m.residual.dtype, row * m.residual.stride + column, count), v);
-    }
-    simd::store_some(m.y.data, m.y.dtype, row * m.y.stride + column, count, v);
-}
-
-// One block of rows times panels [begin, end).
-class BlockProduct {
-   public:
-    BlockProduct(const numaserve_matmul& m, const packed::Layout& layout, unsigned char* own)
-        : m_(m),
-          layout_(layout),
-          grouped_(m.weight.group != 0 && layout.groups > 0),
-          integers_(layout.groups > 0),
-          own_functions_(functions_for(m.weight.format, grouped_)),
-          widened_functions_(functions_for(NUMASERVE_F32, grouped_)),
-          widened_(reinterpret_cast<float*>(own)),
-          sums_(widened_ + kMostPanels * kWidenedPairs * 32) {}
-
-    // a: the block's rows in fp32; first_row: the first of them in the matrix.
-    void run(const float* a, int64_t a_stride, int64_t first_row, int64_t rows, int64_t begin, int64_t end) {
-        const int64_t tiles = blocks_of(rows, kMostRows);
-        const bool widen = integers_ && tiles >= kTilesToWiden;
-        const TileFunctions& functions = widen ? widened_functions_ : own_functions_;
-        const int64_t most_rows = blocks_of(rows, tiles);
-        // A tile of the block may have one row less; the count of panels is that of the largest.
-        const int at_once = functions.panels[most_rows - 1];
-        for (int64_t panel = begin; panel < end;) {
-            const int panels = panel + at_once <= end ? at_once : 1;
-            const int64_t step = tiles == 1 ? layout_.pairs : block_pairs(widen ? kWidenedPairs : kBlockPairs);
-            for (int64_t pair = 0; pair < layout_.pairs; pair += step) {
-                Tile tile = tile_at(panel, panels, pair, least(step, layout_.pairs - pair));
-                const Ahead ahead = ahead_of(tile, panels, pair, tiles);
-                if (widen) {
-                    widen_panels(tile, panels);
-                }
-                for (int64_t t = 0; t < tiles; ++t) {
-                    const Range part = numaserve::share(rows, static_cast<int>(t), static_cast<int>(tiles));
-                    tile.a = a + part.begin * a_stride + 2 * pair;
-                    tile.a_stride = a_stride;
-                    tile.sums = sums_of(t);
-                    for (int p = 0; p < panels; ++p) {
-                        tile.ahead[p] = ahead.start[p] + t * ahead.tile_bytes;
-                    }
-                    tile.ahead_bytes = ahead.pair_bytes;
-                    const int64_t row = part.end - part.begin - 1;
-                    if (panels == functions.panels[row]) {
-                        functions.many[row](tile);
-                    } else {
-                        run_single(functions.one[row], tile, panels);
-                    }
-                }
-            }
-            finish_panels(panel, panels, first_row, rows, tiles);
-            panel += panels;
-        }
-    }
-
-   private:
-    float* sums_of(int64_t tile) const { return sums_ + tile * kMostRows * kMostPanels * kPanel; }
-
-    Tile tile_at(int64_t panel, int panels, int64_t pair, int64_t pairs) const {
-        Tile tile{};
-        tile.pairs = pairs;
-        tile.group_pairs = layout_.group_pairs;
-        tile.first = pair == 0;
-        for (int p = 0; p < panels; ++p) {
-            const auto* data = static_cast<const unsigned char*>(m_.weight.data);
-            tile.weights[p] = data + (panel + p) * layout_.panel_bytes + pair * layout_.pair_bytes;
-            if (integers_) {
-                const int64_t group = pair / layout_.group_pairs;
-                tile.scales[p] = packed::panel_scales(m_.weight, layout_, panel + p) + group * kPanel;
-                tile.zeros[p] = packed::panel_zeros(m_.weight, layout_, panel + p) + group * kPanel;
-            }
-        }
-        return tile;
-    }
-
-    // Blocks of columns of about one size, at most `most_pairs` and, where columns have groups, whole groups.
-    int64_t block_pairs(int64_t most_pairs) const {
-        const int64_t whole = grouped_ ? layout_.group_pairs : 1;
-        most_pairs = most(most_pairs / whole, 1) * whole;
-        const int64_t even = blocks_of(layout_.pairs, blocks_of(layout_.pairs, most_pairs));
-        return blocks_of(even, whole) * whole;
-    }
-
-    struct Ahead {
-        const unsigned char* start[kMostPanels];
-        int64_t tile_bytes;
-        int64_t pair_bytes;
-    };
-
-    // What the tiles of a block of columns ask memory for.
-    Ahead ahead_of(const Tile& tile, int panels, int64_t pair, int64_t tiles) const {
-        Ahead ahead{};
-        const int64_t block_bytes = tile.pairs * layout_.pair_bytes;
-        const bool is_last = pair + tile.pairs == layout_.pairs;
-        for (int p = 0; p < panels; ++p) {
-            const int64_t next = tiles == 1 ? kPrefetchBytes / panels : is_last ? panels * layout_.panel_bytes - pair * layout_.pair_bytes
-                                                                       : block_bytes;
-            ahead.start[p] = tile.weights[p] + next;
-        }
-        ahead.tile_bytes = block_bytes / tiles;
-        ahead.pair_bytes = blocks_of(layout_.pair_bytes, tiles);
-        return ahead;
-    }
-
-    void widen_panels(Tile& tile, int panels) const {
-        for (int p = 0; p < panels; ++p) {
-            float* target = widened_ + p * kWidenedPairs * 32;
-            if (m_.weight.format == NUMASERVE_INT8) {
-                widen_panel<Int8Source>(tile, p, target);
-            } else {
-                widen_panel<Int4Source>(tile, p, target);
-            }
-            tile.weights[p] = reinterpret_cast<const unsigned char*>(target);
-        }
-    }
-
-    static void run_single(TileFunction function, const Tile& tile, int panels) {
-        for (int p = 0; p < panels; ++p) {
-            Tile single = tile;
-            single.weights[0] = tile.weights[p];
-            single.scales[0] = tile.scales[p];
-            single.zeros[0] = tile.zeros[p];
-            single.ahead[0] = tile.ahead[p];
-            single.sums = sums_at(tile, p, 0);
-            function(single);
-        }
-    }
-
-    void finish_panels(int64_t panel, int panels, int64_t first_row, int64_t rows, int64_t tiles) const {
-        for (int64_t t = 0; t < tiles; ++t) {
-            const Range part = numaserve::share(rows, static_cast<int>(t), static_cast<int>(tiles));
-            for (int p = 0; p < panels; ++p) {
-                const bool by_channel = integers_ && !grouped_;
-                const float* scales = by_channel ? packed::panel_scales(m_.weight, layout_, panel + p) : nullptr;
-                const float* sums = sums_of(t) + p * kMostRows * kPanel;
-                for (int64_t r = part.begin; r < part.end; ++r) {
-                    finish(m_, simd::load(sums + (r - part.begin) * kPanel), scales, first_row + r, panel + p);
-                }
-            }
-        }
-    }
-
-    const numaserve_matmul& m_;
-    const packed::Layout& layout_;
-    bool grouped_;
-    bool integers_;
-    const TileFunctions& own_functions_;
-    const TileFunctions& widened_functions_;
-    float* widened_;
-    float* sums_;
-};
-
-inline void run(const Team& team, const numaserve_matmul& m) {
+inline void run_floats(const Team& team, const numaserve_matmul& m) {
     const packed::Layout layout = packed::layout_of(m.weight);
     const bool widen = needs_widening(m);
     const int64_t chunk = rows_per_chunk(m, layout);
@@ -497,6 +50,71 @@ inline void run(const Team& team, const numaserve_matmul& m) {
             unit += panels;
         }
     }
+}
+
+#if defined(NUMASERVE_PAIR_PRODUCTS)
+inline bool goes_in_integers(const packed::Layout& layout) { return layout.groups > 0; }
+
+// For each thread: a row in fp32 and what its product needs, then a block of rounded rows.
+struct IntegerScratch {
+    int64_t row;
+    int64_t product;
+    int64_t block_rows;
+    int64_t integers;
+
+    explicit IntegerScratch(const numaserve_matmul& m, const packed::Layout& layout)
+        : row(blocks_of(2 * layout.pairs, kPanel) * kPanel * 4),
+          product((kMostRows * kMostPanels * kPanel + kMostPanels * kWidenedPairs * 32) * 4),
+          block_rows(least(even_block(m.rows, most(2 * layout.pairs, 1)), m.rows)),
+          integers(IntegerProduct::bytes(layout, m.weight.group != 0, block_rows)) {}
+};
+
+inline void run_integers(const Team& team, const numaserve_matmul& m, const packed::Layout& layout) {
+    const IntegerScratch scratch(m, layout);
+    auto* row = reinterpret_cast<float*>(team.own);
+    BlockProduct floats(m, layout, team.own + scratch.row);
+    IntegerProduct product(m, layout, team.own + scratch.row + scratch.product);
+    const int64_t block = scratch.block_rows;
+    const Range mine = numaserve::share(blocks_of(m.rows, block) * layout.panels, team.index, team.size);
+    for (int64_t unit = mine.begin; unit < mine.end;) {
+        const int64_t first = unit / layout.panels * block, rows = least(block, m.rows - first);
+        const int64_t panel = unit % layout.panels;
+        const int64_t panels = least(layout.panels - panel, mine.end - unit);
+        product.take_rows(first, rows);
+        product.run(panel, panel + panels);
+        for (int64_t r = 0; r < rows && !product.all_finite(); ++r) {
+            if (!product.is_finite(r)) {
+                widen_rows(m.x, first + r, {0, 1}, m.weight.columns, 2 * layout.pairs, row);
+                floats.run(row, 2 * layout.pairs, first + r, 1, panel, panel + panels);
+            }
+        }
+        unit += panels;
+    }
+}
+#endif
+
+inline numaserve::ScratchSize scratch(const numaserve_matmul& m) {
+#if defined(NUMASERVE_PAIR_PRODUCTS)
+    const packed::Layout layout = packed::layout_of(m.weight);
+    if (m.rows > 0 && goes_in_integers(layout)) {
+        const IntegerScratch bytes(m, layout);
+        return {0, static_cast<size_t>(bytes.row + bytes.product + bytes.integers)};
+    }
+#endif
+    return float_scratch(m);
+}
+
+inline void run(const Team& team, const numaserve_matmul& m) {
+#if defined(NUMASERVE_PAIR_PRODUCTS)
+    const packed::Layout layout = packed::layout_of(m.weight);
+    if (goes_in_integers(layout)) {
+        if (m.rows > 0) {
+            run_integers(team, m, layout);
+        }
+        return;
+    }
+#endif
+    run_floats(team, m);
 }
 
 }  // namespace matmul

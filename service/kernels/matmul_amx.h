@@ -1,4 +1,5 @@
-// Matrix products of bf16 by bf16 on tile registers (Intel SDM, chapter 18 of volume 1). Included after matmul.h.
+// Matrix products of bf16 by bf16, and by integers with a scale for each output, which bf16 holds exactly, on tile registers
+// (Intel SDM, chapter 18 of volume 1). Included after matmul.h.
 //
 // An output is one chain over k, 32 columns to a step, whose order the instruction fixes for each row of a tile alone; other types
 // go the common way. Which of the two ways a product goes is decided by its types, never by its number of rows.
@@ -20,7 +21,7 @@ constexpr int64_t kTileBytes = 1024;
 // Rows of inputs that are laid out for the tiles at a time.
 constexpr int64_t kChunkRows = 512;
 // How far ahead weights are asked for that nobody has read yet.
-constexpr int64_t kTilesAhead = 3;
+constexpr int64_t kTilesAhead = 2;
 
 // Tiles 0 to 3 hold sums, 4 and 5 inputs, 6 and 7 weights; sums and inputs may have fewer rows than 16.
 struct alignas(64) TileConfig {
@@ -37,7 +38,14 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-inline bool applies(const numaserve_matmul& m) { return m.x.dtype == NUMASERVE_BF16 && m.weight.format == NUMASERVE_BF16; }
+// Columns of a tile of weights, two by two.
+constexpr int64_t kTilePairs = kTileColumns / 2;
+
+inline bool has_integers(const numaserve_matmul& m) { return m.weight.format == NUMASERVE_INT8; }
+
+inline bool applies(const numaserve_matmul& m) {
+    return m.x.dtype == NUMASERVE_BF16 && (m.weight.format == NUMASERVE_BF16 || (has_integers(m) && m.weight.group == 0));
+}
 
 // Rows of whole tiles are read where they lie.
 inline bool in_place(const numaserve_matmul& m) { return m.weight.columns % kTileColumns == 0; }
@@ -49,7 +57,8 @@ inline numaserve::ScratchSize scratch(const numaserve_matmul& m) {
         return numaserve::avx512_kernels().matmul_scratch(m);
     }
     const int64_t rows = in_place(m) ? 0 : least(m.rows, kChunkRows);
-    return {static_cast<size_t>(rows * padded_columns(m) * 2), static_cast<size_t>(6 * kTileBytes)};
+    const int64_t copies = has_integers(m) ? padded_columns(m) / kTileColumns : 1;
+    return {static_cast<size_t>(rows * padded_columns(m) * 2), static_cast<size_t>((4 + 2 * copies) * kTileBytes)};
 }
 
 // Inputs in rows of whole tiles, zeros where the matrix ends.
@@ -70,7 +79,16 @@ struct Inputs {
     int64_t first_row;
 };
 
-// One or two blocks of rows, and one or two panels; `meets_memory` says that nobody asked for these weights before.
+// Sixteen pairs of integers, the first ones and the second ones, as sixteen pairs of bf16.
+inline void widen_pairs(const unsigned char* from, unsigned char* to) {
+    const auto* halves = reinterpret_cast<const __m128i*>(from);
+    const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(halves)));
+    const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(halves + 1)));
+    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first), 16);
+    _mm512_store_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaaU, low, _mm512_castps_si512(second)));
+}
+
+// One or two blocks of rows, and one or two panels; `meets_memory` says that this thread did not read these weights just before.
 struct Unit {
     int64_t row;
     int64_t block_rows;
@@ -84,31 +102,34 @@ struct Unit {
 class Product {
    public:
     Product(const numaserve_matmul& m, const packed::Layout& layout, unsigned char* own)
-        : m_(m), layout_(layout), sums_(reinterpret_cast<float*>(own)), edge_(own + 4 * kTileBytes) {}
+        : m_(m),
+          layout_(layout),
+          integers_(has_integers(m)),
+          steps_(padded_columns(m) / kTileColumns),
+          step_bytes_(kTilePairs * layout.pair_bytes),
+          sums_(reinterpret_cast<float*>(own)),
+          copies_(own + 4 * kTileBytes) {}
+
+    const numaserve_matmul& operation() const { return m_; }
 
     void run(const Inputs& inputs, const Unit& unit) {
         const bool second_block = unit.blocks > 1, second_panel = unit.panels > 1;
-        const int64_t steps = padded_columns(m_) / kTileColumns, stride = inputs.stride * 2;
+        const int64_t stride = inputs.stride * 2;
         const uint16_t* a = inputs.data + unit.row * inputs.stride;
         const uint16_t* a1 = a + kTileRows * inputs.stride;
-        const auto* b = static_cast<const unsigned char*>(m_.weight.data) + unit.panel * layout_.panel_bytes;
-        const unsigned char* b1 = b + layout_.panel_bytes;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        for (int64_t step = 0; step < steps; ++step) {
-            if (unit.meets_memory) {
-                ask_for(b + (step + kTilesAhead) * kTileBytes);
-                if (second_panel) {
-                    ask_for(b1 + (step + kTilesAhead) * kTileBytes);
-                }
-            }
+        prepare(unit, 0);
+        for (int64_t step = 0; step < steps_; ++step) {
+            // A step ahead, so that what was written has left the store buffer, which tiles cannot be loaded from.
+            prepare(unit, step + 1);
             _tile_loadd(4, a + step * kTileColumns, stride);
-            _tile_loadd(6, weights_at(b, step, 0), 64);
+            _tile_loadd(6, weights_at(unit.panel, step, 0), 64);
             _tile_dpbf16ps(0, 4, 6);
             if (second_panel) {
-                _tile_loadd(7, weights_at(b1, step, 1), 64);
+                _tile_loadd(7, weights_at(unit.panel + 1, step, 1), 64);
                 _tile_dpbf16ps(1, 4, 7);
             }
             if (second_block) {
@@ -124,42 +145,76 @@ class Product {
         _tile_stored(2, sums_ + 512, 64);
         _tile_stored(3, sums_ + 768, 64);
         for (int64_t block = 0; block < unit.blocks; ++block) {
-            for (int64_t r = 0; r < unit.block_rows; ++r) {
-                const float* sums = sums_ + block * 512 + r * 16;
-                const int64_t row = inputs.first_row + unit.row + block * kTileRows + r;
-                matmul::finish(m_, simd::load(sums), nullptr, row, unit.panel);
-                if (second_panel) {
-                    matmul::finish(m_, simd::load(sums + 256), nullptr, row, unit.panel + 1);
+            finish_block(inputs.first_row + unit.row + block * kTileRows, unit, block);
+        }
+    }
+
+   private:
+    // What a step's weights need before they can be loaded, where nobody saw to it before.
+    void prepare(const Unit& unit, int64_t step) {
+        if (!unit.meets_memory || step >= steps_) {
+            return;
+        }
+        for (int64_t copy = 0; copy < unit.panels; ++copy) {
+            const unsigned char* tile = panel_at(unit.panel + copy) + step * step_bytes_;
+            for (int64_t line = 0; line < step_bytes_; line += 64) {
+                simd::prefetch(tile + kTilesAhead * step_bytes_ + line);
+            }
+            const int64_t pairs = least(layout_.pairs - step * kTilePairs, kTilePairs);
+            if (integers_) {
+                unsigned char* target = copy_at(step, copy);
+                for (int64_t i = 0; i < pairs; ++i) {
+                    widen_pairs(tile + i * layout_.pair_bytes, target + i * 64);
+                }
+                if (pairs < kTilePairs) {
+                    memset(target + pairs * 64, 0, static_cast<size_t>((kTilePairs - pairs) * 64));
                 }
             }
         }
     }
 
-   private:
-    static void ask_for(const unsigned char* tile) {
-#pragma GCC unroll 16
-        for (int64_t line = 0; line < kTileBytes; line += 64) {
-            simd::prefetch(tile + line);
-        }
+    const unsigned char* panel_at(int64_t panel) const {
+        return static_cast<const unsigned char*>(m_.weight.data) + panel * layout_.panel_bytes;
+    }
+
+    // Of integers each step of both panels has a place, of bf16 only the last step, which may have to be filled up.
+    unsigned char* copy_at(int64_t step, int64_t copy) const {
+        return copies_ + (integers_ ? copy * steps_ + step : copy) * kTileBytes;
     }
 
     // Sixteen pairs of columns of a panel; where it has fewer left, a copy that is filled up with zeros.
-    const unsigned char* weights_at(const unsigned char* panel, int64_t step, int64_t copy) {
-        const unsigned char* from = panel + step * kTileBytes;
-        const int64_t pairs = layout_.pairs - step * 16;
-        if (pairs >= 16) {
+    const unsigned char* weights_at(int64_t panel, int64_t step, int64_t copy) {
+        if (integers_) {
+            return copy_at(step, copy);
+        }
+        const unsigned char* from = panel_at(panel) + step * kTileBytes;
+        const int64_t pairs = layout_.pairs - step * kTilePairs;
+        if (pairs >= kTilePairs) {
             return from;
         }
-        unsigned char* edge = edge_ + copy * kTileBytes;
+        unsigned char* edge = copy_at(step, copy);
         memset(edge, 0, kTileBytes);
         memcpy(edge, from, static_cast<size_t>(pairs * 64));
         return edge;
     }
 
+    void finish_block(int64_t row, const Unit& unit, int64_t block) const {
+        for (int64_t copy = 0; copy < unit.panels; ++copy) {
+            const float* scales = integers_ ? packed::panel_scales(m_.weight, layout_, unit.panel + copy) : nullptr;
+            const float* sums = sums_ + (2 * block + copy) * 256;
+            for (int64_t r = 0; r < unit.block_rows; ++r) {
+                matmul::finish(m_, simd::load(sums + r * 16), scales, row + r, unit.panel + copy);
+            }
+        }
+    }
+
     const numaserve_matmul& m_;
     const packed::Layout& layout_;
+    const bool integers_;
+    const int64_t steps_;
+    const int64_t step_bytes_;
     float* sums_;
-    unsigned char* edge_;
+    unsigned char* copies_;
 };
 
 // Whole blocks of rows, two by two, by all panels. A pair of panels stays in cache while all rows pass over it.
@@ -175,10 +230,10 @@ inline void run_whole_blocks(const Team& team, Product& product, const Inputs& i
 
 // The rows after the last whole block. Panels are shared out one by one, since few rows mean little work for each.
 inline void run_last_rows(const Team& team, Product& product, const Inputs& inputs, Range rows, int64_t panels) {
-    const bool is_all = rows.begin == 0;
+    const bool is_first = rows.begin == 0 || has_integers(product.operation());
     const Range mine = numaserve::share(panels, team.index, team.size);
     for (int64_t panel = mine.begin; panel < mine.end; panel += 2) {
-        product.run(inputs, {rows.begin, rows.end - rows.begin, 1, panel, least(2, mine.end - panel), is_all});
+        product.run(inputs, {rows.begin, rows.end - rows.begin, 1, panel, least(2, mine.end - panel), is_first});
     }
 }
 

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define NUMASERVE_KERNELS_ABI 2
+#define NUMASERVE_KERNELS_ABI 3
 
 // Element types, and the formats of packed weights.
 enum {
@@ -96,6 +96,7 @@ typedef struct {
     void* keys;
     void* values;
     int64_t cache_dtype;
+    int64_t block_size;
     int64_t cache_slots;
     int64_t table_rows;
     int64_t rows;
@@ -114,8 +115,9 @@ typedef struct {
     int64_t context_length;
 } numaserve_sequence;
 
-// Causal attention of query [*, heads * head_dim] over the paged cache of one layer, keys and values
-// [blocks, block_size, kv_heads, head_dim]; the last query of a sequence has position context_length - 1.
+// Causal attention of query [*, heads * head_dim] over the paged cache of one layer: `blocks` blocks, each of block_size * kv_heads *
+// head_dim keys and as many values, in the order that cache.h describes. The last query of a sequence has position
+// context_length - 1.
 // window: how many positions a query sees, itself included; 0: all.
 typedef struct {
     numaserve_array query;

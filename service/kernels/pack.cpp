@@ -69,12 +69,11 @@ void clear_padding(const Packing& job, const Layout& layout, int64_t panel) {
     unsigned char* data = panel_data(job, layout, panel);
     const int64_t format = job.weight.format;
     const int64_t lane_bytes = format == NUMASERVE_BF16 || format == NUMASERVE_F32 ? 4 : layout.pair_bytes / 32;
-    for (int64_t pair = 0; pair < layout.pairs; ++pair) {
+    for (int64_t at = 0; format == NUMASERVE_INT4 && at < layout.panel_bytes; at += packed::kInt4Bytes) {
+        memset(data + at + rows * 4, 0, static_cast<size_t>((kPanel - rows) * 4));
+    }
+    for (int64_t pair = 0; format != NUMASERVE_INT4 && pair < layout.pairs; ++pair) {
         unsigned char* at = data + pair * layout.pair_bytes;
-        if (format == NUMASERVE_INT4) {
-            memset(at + rows, 0, static_cast<size_t>(kPanel - rows));
-            continue;
-        }
         const int64_t parts = format == NUMASERVE_BF16 ? 1 : 2;
         for (int64_t part = 0; part < parts; ++part) {
             memset(at + (part * kPanel + rows) * lane_bytes, 0, static_cast<size_t>((kPanel - rows) * lane_bytes));
@@ -148,13 +147,19 @@ void pack_team(const Team& team, const void* argument) {
 }
 
 void put_integer(const Packing& job, const Layout& layout, unsigned char* data, int64_t lane, int64_t k, int value) {
-    unsigned char* at = data + k / 2 * layout.pair_bytes;
     if (job.weight.format == NUMASERVE_INT8) {
-        at[k % 2 * kPanel + lane] = static_cast<unsigned char>(static_cast<int8_t>(value));
-    } else if (k % 2 == 0) {
-        at[lane] = static_cast<unsigned char>((at[lane] & 0xf0) | value);
-    } else {
-        at[lane] = static_cast<unsigned char>((at[lane] & 0x0f) | value << 4);
+        data[k / 2 * layout.pair_bytes + k % 2 * kPanel + lane] = static_cast<unsigned char>(static_cast<int8_t>(value));
+        return;
+    }
+    const packed::Nibble nibble = packed::nibble_of(lane, k);
+    unsigned char& byte = data[nibble.byte];
+    byte = static_cast<unsigned char>((byte & ~(15 << nibble.shift)) | value << nibble.shift);
+}
+
+// Fills up a lane behind its last column.
+void pad_columns(const Packing& job, const Layout& layout, unsigned char* data, int64_t lane, int value) {
+    for (int64_t k = job.weight.columns; k < 2 * (layout.panel_bytes / layout.pair_bytes); ++k) {
+        put_integer(job, layout, data, lane, k, value);
     }
 }
 
@@ -232,8 +237,8 @@ void quantize_panel(const Packing& job, const Layout& layout, int64_t panel, flo
             for (int64_t k = begin; k < end; ++k) {
                 put_integer(job, layout, data, lane, k, rounding(row[k]));
             }
-            if (end == columns && columns % 2 != 0) {
-                put_integer(job, layout, data, lane, columns, rounding.zero);
+            if (end == columns) {
+                pad_columns(job, layout, data, lane, rounding.zero);
             }
         }
     }
@@ -271,9 +276,7 @@ void pack_quantized_team(const Team& team, const void* argument) {
                 const uint8_t value = job.values[row * columns + k];
                 put_integer(job, layout, data, lane, k, job.weight.format == NUMASERVE_INT8 ? static_cast<int8_t>(value) : value & 15);
             }
-            if (columns % 2 != 0) {
-                put_integer(job, layout, data, lane, columns, zero);
-            }
+            pad_columns(job, layout, data, lane, zero);
         }
         clear_padding(job, layout, panel);
     }

@@ -34,6 +34,11 @@ class PackedWeight:
                 f"packed weight: must be contiguous uint8 of {self.nbytes} bytes, not {data.dtype} of {data.numel()}"
             )
 
+    @property
+    def is_exact_in_bfloat16(self) -> bool:
+        """Whether bfloat16 holds the weights as they are, but for one scale of each row."""
+        return self.format == "bfloat16" or (self.format == "int8" and self.group == 0)
+
     def as_struct(self) -> Weight:
         """For a call; valid while this object lives."""
         return Weight(self.data.data_ptr(), self.rows, self.columns, FORMATS[self.format], self.group)

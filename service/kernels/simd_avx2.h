@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace {
 namespace simd {
@@ -133,13 +134,47 @@ inline V load_i8(const unsigned char* p) {
     return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))),
             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8))))};
 }
-// Sixteen bytes: their low halves, and their high halves.
-inline V load_low_u4(const unsigned char* p) {
-    const __m256i mask = _mm256_set1_epi32(15);
-    return {_mm256_cvtepi32_ps(_mm256_and_si256(widen_bytes(p), mask)), _mm256_cvtepi32_ps(_mm256_and_si256(widen_bytes(p + 8), mask))};
+
+// Products of 16-bit integers, summed two by two (vpmaddwd).
+#define NUMASERVE_PAIR_PRODUCTS
+// Sixteen integers of 32 bits, or sixteen pairs of 16 bits.
+struct Integers {
+    __m256i lo, hi;
+};
+inline Integers no_integers() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Integers load_integers(const unsigned char* p) { return {load_bits(p), load_bits(p + 32)}; }
+inline V to_floats(const Integers& a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+// Pairs of the bytes at p and p + 16.
+inline Integers load_pairs_i8(const unsigned char* p) {
+    const __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m128i second = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16));
+    return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(first, second)), _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(first, second))};
 }
-inline V load_high_u4(const unsigned char* p) {
-    return {_mm256_cvtepi32_ps(_mm256_srli_epi32(widen_bytes(p), 4)), _mm256_cvtepi32_ps(_mm256_srli_epi32(widen_bytes(p + 8), 4))};
+// The j-th four bits of each number of 16 bits.
+inline Integers nibbles(const Integers& a, int j) {
+    const __m256i mask = _mm256_set1_epi16(15);
+    return {_mm256_and_si256(_mm256_srli_epi16(a.lo, 4 * j), mask), _mm256_and_si256(_mm256_srli_epi16(a.hi, 4 * j), mask)};
+}
+// sum += the pair at p times each of the weights. As assembly for the reason that add_product is.
+inline void add_pair_products(Integers& sum, const int16_t* p, const Integers& weights) {
+    __m256i input, product;
+    asm("vpbroadcastd %[pair], %[input]\n\t"
+        "vpmaddwd %[low], %[input], %[product]\n\t"
+        "vpaddd %[product], %[sum_low], %[sum_low]\n\t"
+        "vpmaddwd %[high], %[input], %[input]\n\t"
+        "vpaddd %[input], %[sum_high], %[sum_high]"
+        : [sum_low] "+x"(sum.lo), [sum_high] "+x"(sum.hi), [input] "=&x"(input), [product] "=&x"(product)
+        : [low] "x"(weights.lo), [high] "x"(weights.hi), [pair] "m"(*reinterpret_cast<const int32_t(*)[1]>(p)));
+}
+// The first `count` of whole numbers, which fit.
+inline void store_int16(int16_t* p, V v, int64_t count) {
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(v.lo), _mm256_cvtps_epi32(v.hi)), 0xd8);
+    if (count >= 16) {
+        return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
+    }
+    int16_t numbers[16];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(numbers), packed);
+    memcpy(p, numbers, static_cast<size_t>(count) * sizeof *p);
 }
 
 // Forced inline: as a function of its own it has no effect that GCC sees, and its calls would be dropped.

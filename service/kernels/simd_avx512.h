@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace {
 namespace simd {
@@ -95,12 +96,38 @@ inline V load_u8(const unsigned char* p) {
 inline V load_i8(const unsigned char* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
-inline __m512i widen_bytes(const unsigned char* p) {
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+
+// Products of 16-bit integers, summed two by two (vpmaddwd).
+#define NUMASERVE_PAIR_PRODUCTS
+// Sixteen integers of 32 bits, or sixteen pairs of 16 bits.
+struct Integers {
+    __m512i v;
+};
+inline Integers no_integers() { return {_mm512_setzero_si512()}; }
+inline Integers load_integers(const unsigned char* p) { return {_mm512_loadu_si512(p)}; }
+inline V to_floats(const Integers& a) { return {_mm512_cvtepi32_ps(a.v)}; }
+// Pairs of the bytes at p and p + 16.
+inline Integers load_pairs_i8(const unsigned char* p) {
+    const __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m128i second = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16));
+    const __m128i low = _mm_unpacklo_epi8(first, second), high = _mm_unpackhi_epi8(first, second);
+    return {_mm512_cvtepi8_epi16(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1))};
 }
-// Sixteen bytes: their low halves, and their high halves.
-inline V load_low_u4(const unsigned char* p) { return {_mm512_cvtepi32_ps(_mm512_and_si512(widen_bytes(p), _mm512_set1_epi32(15)))}; }
-inline V load_high_u4(const unsigned char* p) { return {_mm512_cvtepi32_ps(_mm512_srli_epi32(widen_bytes(p), 4))}; }
+// The j-th four bits of each number of 16 bits.
+inline Integers nibbles(const Integers& a, int j) {
+    return {_mm512_and_si512(_mm512_srli_epi16(a.v, static_cast<unsigned>(4 * j)), _mm512_set1_epi16(15))};
+}
+// sum += the pair at p times each of the weights.
+inline void add_pair_products(Integers& sum, const int16_t* p, const Integers& weights) {
+    int32_t pair;
+    memcpy(&pair, p, sizeof pair);
+    sum.v = _mm512_add_epi32(sum.v, _mm512_madd_epi16(_mm512_set1_epi32(pair), weights.v));
+}
+// The first `count` of whole numbers, which fit.
+inline void store_int16(int16_t* p, V v, int64_t count) {
+    const __mmask16 mask = count >= 16 ? 0xffff : static_cast<__mmask16>((1U << count) - 1);
+    _mm256_mask_storeu_epi16(p, mask, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(v.v)));
+}
 
 // Forced inline: as a function of its own it has no effect that GCC sees, and its calls would be dropped.
 inline __attribute__((always_inline)) void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

@@ -211,13 +211,6 @@ inline V load_u8(const unsigned char* p) {
 inline V load_i8(const unsigned char* p) {
     return from_numbers([&](int i) { return static_cast<float>(static_cast<int8_t>(p[i])); });
 }
-// Sixteen bytes: their low halves, and their high halves.
-inline V load_low_u4(const unsigned char* p) {
-    return from_numbers([&](int i) { return static_cast<float>(p[i] & 15); });
-}
-inline V load_high_u4(const unsigned char* p) {
-    return from_numbers([&](int i) { return static_cast<float>(p[i] >> 4); });
-}
 
 // Forced inline: as a function of its own it has no effect that GCC sees, and its calls would be dropped.
 inline __attribute__((always_inline)) void prefetch(const void* p) { __builtin_prefetch(p); }

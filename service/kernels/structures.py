@@ -82,6 +82,7 @@ class Rope(ctypes.Structure):
         ("keys", _pointer),
         ("values", _pointer),
         ("cache_dtype", _number),
+        ("block_size", _number),
         ("cache_slots", _number),
         ("table_rows", _number),
         ("rows", _number),

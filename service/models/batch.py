@@ -41,7 +41,10 @@ class ForwardBatch:
 
 @dataclass(frozen=True)
 class PagedKVCache:
-    """Keys and values of every layer: each [layers, blocks, block_size, kv_heads, head_dim], one contiguous tensor each."""
+    """Keys and values of every layer: each [layers, blocks, block_size, kv_heads, head_dim], one contiguous tensor each.
+
+    Within a block the native kernels have an order of their own, which service/kernels/cache.h describes.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor

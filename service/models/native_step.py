@@ -44,9 +44,9 @@ class NativeWeights:
         return self.matrices.get("lm_head.weight", self.embedding)
 
     def input_dtype(self, isa: str) -> torch.dtype:
-        """bfloat16 where tile registers multiply it with weights of its kind, several times as fast as float32."""
-        all_bf16 = all(matrix.format == "bfloat16" for matrix in self.matrices.values())
-        return torch.bfloat16 if isa == "amx" and all_bf16 and not self.experts else torch.float32
+        """bfloat16 where tile registers multiply it with all weights, several times as fast as float32."""
+        for_tiles = all(matrix.is_exact_in_bfloat16 for matrix in self.matrices.values())
+        return torch.bfloat16 if isa == "amx" and for_tiles and not self.experts else torch.float32
 
 
 @dataclass

@@ -132,7 +132,8 @@ void check_rows(numaserve_pool* pool) {
 
 // Writes a sequence into a shuffled cache with the rotation kernel (without a rotation) and attends to it.
 void check_attention(numaserve_pool* pool, int64_t cache_dtype) {
-    const int64_t kv_heads = pick(1, 3), group = pick(1, 4), heads = kv_heads * group, dim = pick(1, 70), block_size = pick(1, 20);
+    const int64_t kv_heads = pick(1, 3), group = pick(1, 4), heads = kv_heads * group, dim = pick(1, 70);
+    const int64_t block_size = pick(0, 1) == 0 ? pick(1, 20) : 16 * pick(1, 3);
     const int64_t context = pick(1, 1200), length = pick(1, context < 90 ? context : 90), window = pick(0, 1) * pick(1, 200);
     const int64_t blocks = (context + block_size - 1) / block_size, slots = blocks * block_size;
     const int64_t width = (heads + 2 * kv_heads) * dim;
@@ -155,6 +156,7 @@ void check_attention(numaserve_pool* pool, int64_t cache_dtype) {
     rope.keys = keys.get();
     rope.values = values.get();
     rope.cache_dtype = cache_dtype;
+    rope.block_size = block_size;
     rope.cache_slots = slots;
     rope.rows = context;
     rope.heads = heads;

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from service.kernels import operations
+from service.kernels.layout import INTEGER_FORMATS
 from service.kernels.library import KernelPool
 from service.kernels.packed import PackedWeight
 
@@ -30,14 +31,20 @@ def multiply(pool: KernelPool, x: torch.Tensor, weight: PackedWeight, **options:
     return out
 
 
-def bound(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Error allowed for sums in fp32: a few roundings of the sum of magnitudes."""
-    return 8e-7 * math.sqrt(x.shape[1]) * (x.double().abs() @ weight.double().abs().T) + 1e-30
+def bound(x: torch.Tensor, weight: torch.Tensor, format: str) -> torch.Tensor:
+    """Error allowed for sums in fp32: a few roundings of the sum of magnitudes; beside integer weights also half a step of
+    each input, whose steps are a 32,767th of a largest one.
+    """
+    x, weight = x.double().abs(), weight.double().abs()
+    error = 8e-7 * math.sqrt(x.shape[1]) * (x @ weight.T) + 1e-30
+    if format in INTEGER_FORMATS:
+        error += x.amax(1, keepdim=True) / 65534 * weight.sum(1)
+    return error
 
 
 def assert_product(pool: KernelPool, x: torch.Tensor, packed: PackedWeight, out: torch.Tensor) -> None:
     weight = pool.unpack(packed).double()
-    assert ((out.double() - x.double() @ weight.T).abs() <= bound(x, weight)).all()
+    assert ((out.double() - x.double() @ weight.T).abs() <= bound(x, weight, packed.format)).all()
 
 
 @pytest.mark.parametrize(("format", "group"), FORMATS)
@@ -98,6 +105,32 @@ def test_inputs_of_every_type(
         assert torch.equal(multiply(pool, x[:rows], packed), out[:rows])
 
 
+@pytest.mark.parametrize(("format", "group"), [("bfloat16", 0), ("int8", 0), ("int8", 32), ("int4", 32)])
+@pytest.mark.parametrize(("n", "k"), [(17, 33), (40, 258), (63, 131), (48, 64), (33, 1100)])
+def test_rounded_inputs_give_right_products_in_any_number_of_rows(
+    pool: KernelPool, random: torch.Generator, format: str, group: int, n: int, k: int
+) -> None:
+    x = torch.randn(103, k, generator=random).bfloat16()
+    packed = pool.pack(torch.randn(n, k, generator=random), format, group=group)
+    together = multiply(pool, x, packed)
+    assert_product(pool, x, packed, together)
+    for rows in (*range(1, 34), 47, 64, 96, 102):
+        assert torch.equal(multiply(pool, x[:rows], packed), together[:rows])
+
+
+@pytest.mark.parametrize("threads", [1, 3, 7])
+def test_thread_count_changes_nothing_of_integer_products(
+    make_pool: Callable[[str, int], KernelPool], random: torch.Generator, isa: str, threads: int
+) -> None:
+    x = torch.randn(75, 130, generator=random).bfloat16()
+    weight = torch.randn(100, 130, generator=random)
+    results = []
+    for count in (2, threads):
+        pool = make_pool(isa, count)
+        results.append(multiply(pool, x, pool.pack(weight, "int8")))
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides_bias_residual_scale_and_softcap(
     pool: KernelPool, random: torch.Generator, dtype: torch.dtype
@@ -145,6 +178,45 @@ def test_what_is_not_finite_stays_in_its_row(
         assert (out[rows // 2][column > 0] == value).all()
     keep = torch.arange(rows) != rows // 2
     assert torch.equal(out[keep], clean[keep])
+
+
+@pytest.mark.parametrize(("format", "group"), [("int8", 0), ("int8", 16), ("int4", 32), ("int4", 0)])
+def test_whole_numbers_times_integers_are_exact(
+    pool: KernelPool, random: torch.Generator, format: str, group: int
+) -> None:
+    """Inputs of 16 bits, each block of columns with a largest one, need no rounding; neither do sums this small."""
+    rows, n, k = 9, 37, 264
+    x = torch.randint(-40, 41, (rows, k), generator=random)
+    x[:, ::16] = 32767
+    values = torch.randint(0, 16, (n, k), generator=random, dtype=torch.uint8)
+    groups = k // group + (k % group > 0) if group else 1
+    scales = torch.ones(n, groups)
+    if format == "int8":
+        packed, exact = pool.pack_quantized(values.to(torch.int8) - 8, scales, group=group), values.long() - 8
+    else:
+        zeros = torch.full((n, groups), 8, dtype=torch.uint8)
+        packed, exact = pool.pack_quantized(values, scales, zeros, group=group), values.long() - 8
+    assert torch.equal(multiply(pool, x.float(), packed).long(), x @ exact.T)
+
+
+@pytest.mark.parametrize(("format", "group"), [("int8", 0), ("int8", 32), ("int4", 32)])
+@pytest.mark.parametrize("factor", [0.0, 1e-36, 1e-20, 1e20, 1e35])
+def test_inputs_of_every_size(
+    pool: KernelPool, random: torch.Generator, format: str, group: int, factor: float
+) -> None:
+    """A row's and a block's largest number set its steps, not its neighbours'."""
+    x = torch.randn(8, 512, generator=random)
+    x[3] *= factor
+    x[5, :128] *= 1e4
+    packed = pool.pack(torch.randn(20, 512, generator=random) / 100, format, group=group)
+    out = multiply(pool, x, packed)
+    assert_product(pool, x, packed, out)
+    for row in range(8):
+        assert torch.equal(multiply(pool, x[row : row + 1], packed)[0], out[row])
+    quiet = x[5:6].clone()
+    quiet[:, :128] = 0
+    alone = multiply(pool, quiet, packed)
+    assert_product(pool, quiet, packed, alone)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

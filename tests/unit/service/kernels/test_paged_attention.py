@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from kernel_cache import keys_as_kept, values_as_kept
 
 from service.kernels import operations
 from service.kernels.library import KernelPool
@@ -13,7 +14,9 @@ from service.kernels.library import KernelPool
 
 @dataclass(frozen=True)
 class Paged:
-    """Keys and values in shuffled pages, and the same in order of position for each sequence."""
+    """Keys and values in shuffled pages [blocks, block_size, kv_heads, dim], and the same in order of position for each
+    sequence.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -77,7 +80,15 @@ def attend(
 ) -> torch.Tensor:
     out = torch.full(query.shape, math.nan)
     pool.run(
-        operations.paged_attention(query, paged.keys, paged.values, paged.tables, sequences, out, **options)
+        operations.paged_attention(
+            query,
+            keys_as_kept(paged.keys),
+            values_as_kept(paged.values),
+            paged.tables,
+            sequences,
+            out,
+            **options,
+        )
     )
     return out
 
@@ -93,6 +104,8 @@ def attend(
         (2, 1, 13, 1),
         (6, 3, 128, 64),
         (70, 1, 16, 16),
+        (6, 2, 24, 48),
+        (4, 2, 15, 16),
     ],
 )
 @pytest.mark.parametrize(("softcap", "window"), [(0.0, None), (5.0, None), (0.0, 30), (4.0, 129)])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from kernel_cache import keys_as_rows, values_as_rows
 
 from service.kernels import operations
 from service.kernels.library import KernelPool
@@ -51,6 +52,7 @@ def test_rms_norm_of_chosen_rows_added_to_a_residual(pool: KernelPool, random: t
 @pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (80, 32), (13, 6), (16, 0)])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("block_size", [4, 16, 32])
 def test_rotation_and_cache_write(
     pool: KernelPool,
     random: torch.Generator,
@@ -59,8 +61,9 @@ def test_rotation_and_cache_write(
     rotary: int,
     interleaved: bool,
     normed: bool,
+    block_size: int,
 ) -> None:
-    rows, heads, kv_heads, block_size = 7, 4, 2, 4
+    rows, heads, kv_heads = 7, 4, 2
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, generator=random)
     keys = torch.full((5, block_size, kv_heads, dim), 9.0, dtype=dtype)
     values = keys.clone()
@@ -97,6 +100,7 @@ def test_rotation_and_cache_write(
     torch.testing.assert_close(query.double().view(rows, heads, dim), q, rtol=1e-5, atol=1e-5)
     written = slots >= 0
     at = slots[written]
+    keys, values = keys_as_rows(keys).contiguous(), values_as_rows(values).contiguous()
     tolerance = {"rtol": TOLERANCE[dtype]["rtol"], "atol": 1e-5}
     torch.testing.assert_close(keys.view(-1, kv_heads, dim)[at].double(), k[written], **tolerance)
     assert torch.equal(values.view(-1, kv_heads, dim)[at], v[written].to(dtype))

@@ -12,6 +12,7 @@ from tiny_models import make_tiny_model
 
 from service.kernels.library import KernelPool
 from service.models.native_decoder import NativeDecoder
+from service.models.packing import Quantization
 
 TOKENS = [(7 * place) % 250 + 3 for place in range(70)]
 FAMILIES = ["llama", "qwen3", "gemma3", "olmo2"]
@@ -22,10 +23,13 @@ def harness_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
     """Makes a harness for a family and a dtype of the weights, as on a machine with the instruction set that is given."""
     monkeypatch.setattr("decoder_harness.BACKEND", "cpu")
 
-    def make(family: str, isa: str, dtype: str = "bfloat16") -> Harness:
+    def make(
+        family: str, isa: str, dtype: str = "bfloat16", quantization: Quantization | None = None
+    ) -> Harness:
         with monkeypatch.context() as patch:
             patch.setattr(KernelPool, "isa", property(lambda _: isa))
-            return Harness(load_decoder(make_tiny_model(tmp_path / f"{family}-{isa}", family, dtype=dtype)))
+            model = make_tiny_model(tmp_path / f"{family}-{isa}", family, dtype=dtype)
+            return Harness(load_decoder(model, quantization=quantization))
 
     return make
 
@@ -35,9 +39,12 @@ def input_dtype(harness: Harness) -> torch.dtype:
     return harness.decoder.input_dtype
 
 
+@pytest.mark.parametrize("quantization", [None, Quantization("int8", 0)], ids=["bf16", "int8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rounded_inputs_give_close_logits(harness_of: Callable[..., Harness], family: str) -> None:
-    exact, rounded = harness_of(family, "avx2"), harness_of(family, "amx")
+def test_rounded_inputs_give_close_logits(
+    harness_of: Callable[..., Harness], family: str, quantization: Quantization | None
+) -> None:
+    exact, rounded = (harness_of(family, isa, quantization=quantization) for isa in ("avx2", "amx"))
     assert (input_dtype(exact), input_dtype(rounded)) == (torch.float32, torch.bfloat16)
     expected = exact.prefill(exact.start(TOKENS))
     found = rounded.prefill(rounded.start(TOKENS))
@@ -57,10 +64,20 @@ def test_a_row_with_rounded_inputs_is_its_own(harness_of: Callable[..., Harness]
 
 
 @pytest.mark.parametrize(
-    ("family", "isa", "dtype"),
-    [("llama", "avx512", "bfloat16"), ("llama", "amx", "float32"), ("mixtral", "amx", "bfloat16")],
+    ("family", "isa", "dtype", "quantization"),
+    [
+        ("llama", "avx512", "bfloat16", None),
+        ("llama", "amx", "float32", None),
+        ("mixtral", "amx", "bfloat16", None),
+        ("llama", "amx", "bfloat16", Quantization("int8", 32)),
+        ("llama", "amx", "bfloat16", Quantization("int4", 32)),
+    ],
 )
 def test_other_inputs_stay_as_they_are(
-    harness_of: Callable[..., Harness], family: str, isa: str, dtype: str
+    harness_of: Callable[..., Harness],
+    family: str,
+    isa: str,
+    dtype: str,
+    quantization: Quantization | None,
 ) -> None:
-    assert input_dtype(harness_of(family, isa, dtype)) == torch.float32
+    assert input_dtype(harness_of(family, isa, dtype, quantization)) == torch.float32
