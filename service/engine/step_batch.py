@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from service.engine.scheduler import Scheduled
+from service.engine.scheduler import Generating, Piece
 from service.engine.sequence import Sequence
-from service.models.batch import ForwardBatch, SequenceSlice
-
-Integers = npt.NDArray[np.int64]
+from service.engine.slots import Integers, SlotTable
+from service.models.batch import ForwardBatch
 
 
 @dataclass(frozen=True)
@@ -28,78 +26,88 @@ class StepBatch:
     described: list[tuple[Sequence, int]]
 
 
+@dataclass
+class _Pieces:
+    """What pieces add to a batch; rows are counted from the batch's first one."""
+
+    tokens: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    prompt_lengths: list[int] = field(default_factory=list)
+    sampled: list[Sequence] = field(default_factory=list)
+    logit_rows: list[int] = field(default_factory=list)
+    described: list[tuple[Sequence, int]] = field(default_factory=list)
+    described_rows: list[int] = field(default_factory=list)
+
+
 class StepBatcher:
-    """Builds step batches over a block table that stays in place, so that a step costs few operations.
+    """Builds step batches over the scheduler's slots; tensors are made on the CPU and moved to `device`."""
 
-    `max_sequences` rows of `max_blocks` entries; tensors are made on the CPU and moved to `device`.
-    """
-
-    def __init__(self, max_sequences: int, max_blocks: int, block_size: int, device: torch.device) -> None:
-        self._table = np.zeros((max_sequences, max_blocks), dtype=np.int64)
-        self._block_size = block_size
+    def __init__(self, table: SlotTable, device: torch.device) -> None:
+        self._table = table
         self._device = device
+        self._numbers: Integers = np.arange(len(table.computed))
+        self._ones: Integers = np.ones_like(self._numbers)
 
-    def build(self, scheduled: list[Scheduled]) -> StepBatch:
-        """The batch of a step in which at least one token is computed."""
-        tokens: list[int] = []
-        starts: list[int] = []
-        slots: list[int] = []
-        slices: list[SequenceSlice] = []
-        sampled: list[Sequence] = []
-        logit_rows: list[int] = []
-        described: list[tuple[Sequence, int]] = []
-        described_rows: list[int] = []
-        most_blocks = 0
-        for piece in scheduled:
-            sequence, count = piece.sequence, piece.count
-            token_ids, start, first_row = sequence.token_ids, sequence.num_computed, len(tokens)
-            end = start + count
-            slices.append(SequenceSlice(first_row, count, end, sequence.prompt_length))
-            starts.append(start)
-            slots.append(sequence.slot)
-            if count == 1:
-                tokens.append(token_ids[start])
-            else:
-                tokens += token_ids[start:end]
-            if end == len(token_ids) and sequence.embedding is None:
-                sampled.append(sequence)
-                logit_rows.append(first_row + count - 1)
-            if sequence.prompt_logprobs and sequence.lacks_prompt_logprobs:
-                # A recomputed prompt may begin before the first position that is still to be described.
-                first = max(start, len(sequence.prompt_logprobs) - 1)
-                last = min(end, sequence.prompt_length - 1)
-                if last > first:
-                    described.append((sequence, last - first))
-                    described_rows += range(first_row + first - start, first_row + last - start)
-            blocks = len(sequence.block_table)
-            if blocks > most_blocks:
-                most_blocks = blocks
-            if sequence.blocks_in_table != blocks:
-                self._write_table(sequence)
+    def build(self, generating: Generating, pieces: list[Piece]) -> StepBatch:
+        """The batch of a step in which at least one token is computed: of `generating` each the last one, then `pieces`."""
+        table, count = self._table, len(generating.sequences)
+        sampled, slots, prompt_lengths = generating.sequences, generating.slots, generating.prompt_lengths
+        tokens = [sequence.token_ids[-1] for sequence in sampled]
+        counts, logit_rows = self._ones[:count], self._numbers[:count]
+        added = _Pieces()
+        if pieces:
+            added = _added(pieces, first_row=count)
+            tokens += added.tokens
+            sampled = sampled + added.sampled
+            slots = np.concatenate((slots, added.slots))
+            counts = np.concatenate((counts, added.counts))
+            prompt_lengths = np.concatenate((prompt_lengths, added.prompt_lengths))
+            rows = added.logit_rows + added.described_rows
+            logit_rows = np.concatenate((logit_rows, np.array(rows, dtype=np.int64)))
 
-        positions = np.array(starts)
-        owners = np.arange(len(scheduled))
-        if len(tokens) > len(scheduled):
-            counts = [piece.count for piece in scheduled]
-            first_rows = [part.query_start for part in slices]
+        starts = positions = table.computed[slots]
+        first_rows = owners = self._numbers[: len(slots)]
+        if len(tokens) > len(slots):
+            first_rows = counts.cumsum() - counts
             owners = owners.repeat(counts)
-            positions = np.arange(len(tokens)) + (positions - first_rows)[owners]
-        tables = self._table[np.array(slots), :most_blocks]
-        places, offsets = np.divmod(positions, self._block_size)
+            positions = np.arange(len(tokens)) + (starts - first_rows)[owners]
+        most_blocks = table.room[slots].max() // table.block_size
+        tables = table.blocks[slots, :most_blocks]
+        blocks = tables[owners, positions // table.block_size]
         forward = ForwardBatch(
             token_ids=self._tensor(np.array(tokens)),
             positions=self._tensor(positions),
-            slot_mapping=self._tensor(tables[owners, places] * self._block_size + offsets),
+            slot_mapping=self._tensor(blocks * table.block_size + positions % table.block_size),
             block_tables=self._tensor(tables),
-            logit_rows=self._tensor(np.array(logit_rows + described_rows, dtype=np.int64)),
-            sequences=tuple(slices),
+            logit_rows=self._tensor(logit_rows),
+            slices=np.stack((first_rows, counts, starts + counts, prompt_lengths), axis=1),
         )
-        return StepBatch(forward, sampled, described)
+        return StepBatch(forward, sampled, added.described)
 
     def _tensor(self, values: Integers) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
 
-    def _write_table(self, sequence: Sequence) -> None:
-        done, blocks = sequence.blocks_in_table, sequence.block_table
-        self._table[sequence.slot, done : len(blocks)] = blocks[done:]
-        sequence.blocks_in_table = len(blocks)
+
+def _added(pieces: list[Piece], first_row: int) -> _Pieces:
+    added = _Pieces()
+    for piece in pieces:
+        sequence, count, slot = piece.sequence, piece.count, piece.sequence.slot
+        assert slot is not None
+        start = slot.computed
+        end, row = start + count, first_row + len(added.tokens)
+        added.tokens += sequence.token_ids[start:end]
+        added.slots.append(slot.number)
+        added.counts.append(count)
+        added.prompt_lengths.append(sequence.prompt_length)
+        if end == len(sequence.token_ids) and sequence.embedding is None:
+            added.sampled.append(sequence)
+            added.logit_rows.append(row + count - 1)
+        if sequence.lacks_prompt_logprobs:
+            # A recomputed prompt may begin before the first position that is still to be described.
+            first = max(start, len(sequence.prompt_logprobs) - 1)
+            last = min(end, sequence.prompt_length - 1)
+            if last > first:
+                added.described.append((sequence, last - first))
+                added.described_rows += range(row + first - start, row + last - start)
+    return added
