@@ -16,8 +16,9 @@ from service.engine.picker import Picker, open_picker
 from service.engine.request import EngineRequest, EngineStats, RequestOutput, RequestRejected
 from service.engine.request_book import RequestBook
 from service.engine.sampler import SampledToken, prompt_logprobs, sample
-from service.engine.scheduler import NOBODY, Generating, Piece, Scheduler
+from service.engine.scheduler import Piece, Scheduler
 from service.engine.sequence import AbortCause, Sequence
+from service.engine.slots import Generating
 from service.engine.step_batch import StepBatch, StepBatcher
 from service.models.batch import ForwardBatch, PagedKVCache
 
@@ -62,6 +63,7 @@ class Engine:
         self.pool = BlockPool(cache.num_blocks, cache.block_size)
         most_blocks = min(cache.num_blocks, -(-config.context_length // cache.block_size))
         self.scheduler = Scheduler(self.pool, config.max_sequences, config.max_batch_tokens, most_blocks)
+        self._nobody = Generating(self.scheduler.slots, [])
         self._batcher = StepBatcher(self.scheduler.slots, cache.keys.device)
         self._admission = Admission(config, self.pool, tokenizer, adapter_identity)
         self._book = RequestBook(self.scheduler, config.max_queue, clock)
@@ -149,7 +151,7 @@ class Engine:
         return outputs
 
     def _embed(self, pieces: list[Piece]) -> list[RequestOutput]:
-        step = self._batcher.build(NOBODY, pieces)
+        step = self._batcher.build(self._nobody, pieces)
         hidden = self._model.hidden_states(step.forward, self._cache)
         outputs: list[RequestOutput] = []
         for piece, part in zip(pieces, step.forward.sequences, strict=True):

@@ -7,34 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-import numpy as np
-
 from service.engine.block_pool import BlockPool
 from service.engine.sequence import Sequence
-from service.engine.slots import Integers, SlotTable
+from service.engine.slots import Generating, SlotTable
 
 _by_order = attrgetter("order")
-
-
-@dataclass(frozen=True, slots=True)
-class Generating:
-    """Sequences that each compute their last token in a step, in their order, and columns that stay the same as long as
-    these are the ones: their rows in the slot table and the lengths of their prompts, each [sequences] int64.
-    """
-
-    sequences: list[Sequence]
-    slots: Integers
-    prompt_lengths: Integers
-
-    @classmethod
-    def of(cls, sequences: list[Sequence]) -> Generating:
-        """The columns of sequences that all run."""
-        slots = [each.slot.number for each in sequences if each.slot is not None]
-        lengths = [each.prompt_length for each in sequences]
-        return cls(sequences, np.array(slots, dtype=np.int64), np.array(lengths, dtype=np.int64))
-
-
-NOBODY = Generating.of([])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +104,10 @@ class Scheduler:
 
     def computed_last(self, generating: Generating) -> None:
         """Notes that the last token of each is in the cache now, and makes full blocks findable."""
-        computed, block_size = self.slots.computed, self.pool.block_size
-        computed[generating.slots] += 1
-        for place in np.flatnonzero(computed[generating.slots] % block_size == 0).tolist():
+        generating.go_on()
+        for place in (generating.computed % self.pool.block_size == 0).nonzero()[0].tolist():
             sequence = generating.sequences[place]
-            blocks = sequence.num_computed // block_size
+            blocks = sequence.num_computed // self.pool.block_size
             self._remember(sequence, blocks - 1, blocks)
 
     def computed(self, pieces: Iterable[Piece]) -> list[Sequence]:
@@ -145,7 +121,7 @@ class Scheduler:
             sequence, slot = piece.sequence, piece.sequence.slot
             assert slot is not None
             before = slot.computed
-            slot.computed = after = before + piece.count
+            after = self.slots.computed[slot.number] = before + piece.count
             if after == sequence.prompt_length:
                 completed.append(sequence)
             if after >= sequence.prompt_length:
@@ -163,7 +139,7 @@ class Scheduler:
         """
         if self._known_generating is None:
             sequences = [sequence for sequence in self.running if sequence.generates]
-            self._known_generating = Generating.of(sequences)
+            self._known_generating = Generating(self.slots, sequences)
         return self._known_generating
 
     def _remember(self, sequence: Sequence, first: int, end: int) -> None:
@@ -189,24 +165,21 @@ class Scheduler:
     def _make_rooms(self) -> None:
         # A prompt got all its blocks when it was admitted; only the place of a generated token can be
         # missing.
-        generating, table = self._generating(), self.slots
-        lacking = table.computed[generating.slots] >= table.room[generating.slots]
+        generating = self._generating()
         # Whoever lacks room may preempt those at the end of the list, itself included.
-        for place in np.flatnonzero(lacking).tolist():
+        for place in (generating.computed >= generating.room).nonzero()[0].tolist():
             if not self._make_room(generating.sequences[place]):
                 break
+            generating.add_block(place, self.pool.allocate())
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Gives a sequence one more block, unless it is preempted."""
-        while sequence.slot is not None:
-            if self.pool.free_count:
-                sequence.slot.add_block(self.pool.allocate())
-                return True
+        """Frees a block for a sequence, unless it is preempted itself."""
+        while sequence.slot is not None and not self.pool.free_count:
             victim = self.running.pop()
             self._release(victim)
             self.preemptions += 1
             insort(self.waiting, victim, key=_by_order)
-        return False
+        return sequence.slot is not None
 
     def _admit(self, sequence: Sequence) -> bool:
         pool = self.pool

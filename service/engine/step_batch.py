@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from service.engine.scheduler import Generating, Piece
+from service.engine.scheduler import Piece
 from service.engine.sequence import Sequence
-from service.engine.slots import Integers, SlotTable
+from service.engine.slots import Generating, Integers, SlotTable
 from service.models.batch import ForwardBatch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """A step's input and what its logits are for.
 
@@ -26,88 +26,88 @@ class StepBatch:
     described: list[tuple[Sequence, int]]
 
 
-@dataclass
-class _Pieces:
-    """What pieces add to a batch; rows are counted from the batch's first one."""
-
-    tokens: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    prompt_lengths: list[int] = field(default_factory=list)
-    sampled: list[Sequence] = field(default_factory=list)
-    logit_rows: list[int] = field(default_factory=list)
-    described: list[tuple[Sequence, int]] = field(default_factory=list)
-    described_rows: list[int] = field(default_factory=list)
-
-
 class StepBatcher:
     """Builds step batches over the scheduler's slots; tensors are made on the CPU and moved to `device`."""
 
     def __init__(self, table: SlotTable, device: torch.device) -> None:
         self._table = table
         self._device = device
-        self._numbers: Integers = np.arange(len(table.computed))
-        self._ones: Integers = np.ones_like(self._numbers)
+        self._numbers: Integers = np.arange(len(table.blocks))
 
     def build(self, generating: Generating, pieces: list[Piece]) -> StepBatch:
-        """The batch of a step in which at least one token is computed: of `generating` each the last one, then `pieces`."""
-        table, count = self._table, len(generating.sequences)
-        sampled, slots, prompt_lengths = generating.sequences, generating.slots, generating.prompt_lengths
-        tokens = [sequence.token_ids[-1] for sequence in sampled]
-        counts, logit_rows = self._ones[:count], self._numbers[:count]
-        added = _Pieces()
-        if pieces:
-            added = _added(pieces, first_row=count)
-            tokens += added.tokens
-            sampled = sampled + added.sampled
-            slots = np.concatenate((slots, added.slots))
-            counts = np.concatenate((counts, added.counts))
-            prompt_lengths = np.concatenate((prompt_lengths, added.prompt_lengths))
-            rows = added.logit_rows + added.described_rows
-            logit_rows = np.concatenate((logit_rows, np.array(rows, dtype=np.int64)))
+        """The batch of a step in which at least one token is computed: the last one of each of `generating`, then `pieces`.
 
-        starts = positions = table.computed[slots]
-        first_rows = owners = self._numbers[: len(slots)]
-        if len(tokens) > len(slots):
-            first_rows = counts.cumsum() - counts
-            owners = owners.repeat(counts)
-            positions = np.arange(len(tokens)) + (starts - first_rows)[owners]
-        most_blocks = table.room[slots].max() // table.block_size
-        tables = table.blocks[slots, :most_blocks]
-        blocks = tables[owners, positions // table.block_size]
+        Its tensors may be columns of `generating`, which change when this goes on to the next step.
+        """
+        generating.read_tokens()
+        token_ids, positions, places = generating.token_ids, generating.computed, generating.places
+        tables, slices = generating.tables, generating.slices.copy()
+        sampled, described = generating.sequences, []
+        logit_rows = self._numbers[: len(sampled)]
+        if pieces:
+            added = _Pieces(self._table, pieces, first_row=len(sampled))
+            token_ids = np.concatenate((token_ids, added.token_ids))
+            positions = np.concatenate((positions, added.positions))
+            places = np.concatenate((places, added.places))
+            slots = np.concatenate((generating.slots, added.slots))
+            tables = self._table.blocks[slots, : max(tables.shape[1], added.most_blocks)]
+            slices = np.concatenate((slices, added.slices))
+            logit_rows = np.concatenate((logit_rows, added.logit_rows))
+            sampled, described = sampled + added.sampled, added.described
         forward = ForwardBatch(
-            token_ids=self._tensor(np.array(tokens)),
+            token_ids=self._tensor(token_ids),
             positions=self._tensor(positions),
-            slot_mapping=self._tensor(blocks * table.block_size + positions % table.block_size),
+            slot_mapping=self._tensor(places),
             block_tables=self._tensor(tables),
             logit_rows=self._tensor(logit_rows),
-            slices=np.stack((first_rows, counts, starts + counts, prompt_lengths), axis=1),
+            slices=slices,
         )
-        return StepBatch(forward, sampled, added.described)
+        return StepBatch(forward, sampled, described)
 
     def _tensor(self, values: Integers) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
 
 
-def _added(pieces: list[Piece], first_row: int) -> _Pieces:
-    added = _Pieces()
-    for piece in pieces:
-        sequence, count, slot = piece.sequence, piece.count, piece.sequence.slot
-        assert slot is not None
-        start = slot.computed
-        end, row = start + count, first_row + len(added.tokens)
-        added.tokens += sequence.token_ids[start:end]
-        added.slots.append(slot.number)
-        added.counts.append(count)
-        added.prompt_lengths.append(sequence.prompt_length)
+class _Pieces:
+    """What pieces add to a batch, whose rows are counted from its first one; theirs begin with `first_row`."""
+
+    def __init__(self, table: SlotTable, pieces: list[Piece], first_row: int) -> None:
+        self.sampled: list[Sequence] = []
+        self.described: list[tuple[Sequence, int]] = []
+        self._logit_rows: list[int] = []
+        self._described_rows: list[int] = []
+        tokens: list[int] = []
+        slices: list[tuple[int, int, int, int]] = []
+        slots = [piece.sequence.slot for piece in pieces if piece.sequence.slot is not None]
+        for piece, slot in zip(pieces, slots, strict=True):
+            sequence, start = piece.sequence, slot.computed
+            end, row = start + piece.count, first_row + len(tokens)
+            tokens += sequence.token_ids[start:end]
+            slices.append((row, piece.count, end, sequence.prompt_length))
+            self._want_logits(sequence, start, end, row)
+
+        self.token_ids: Integers = np.array(tokens)
+        self.slices: Integers = np.array(slices)
+        self.slots: Integers = np.array([slot.number for slot in slots])
+        self.logit_rows: Integers = np.array(self._logit_rows + self._described_rows, dtype=np.int64)
+        self.most_blocks = max(slot.room for slot in slots) // table.block_size
+        first_rows, counts, ends, _ = self.slices.T
+        owners = np.arange(len(pieces)).repeat(counts)
+        self.positions: Integers = (
+            np.arange(first_row, first_row + len(tokens)) + (ends - counts - first_rows)[owners]
+        )
+        blocks, offsets = np.divmod(self.positions, table.block_size)
+        self.places: Integers = table.blocks[self.slots[owners], blocks] * table.block_size + offsets
+
+    def _want_logits(self, sequence: Sequence, start: int, end: int, row: int) -> None:
+        """Of a sequence's tokens from `start` up to `end`, which stand in the batch from `row`."""
         if end == len(sequence.token_ids) and sequence.embedding is None:
-            added.sampled.append(sequence)
-            added.logit_rows.append(row + count - 1)
+            self.sampled.append(sequence)
+            self._logit_rows.append(row + end - start - 1)
         if sequence.lacks_prompt_logprobs:
             # A recomputed prompt may begin before the first position that is still to be described.
             first = max(start, len(sequence.prompt_logprobs) - 1)
             last = min(end, sequence.prompt_length - 1)
             if last > first:
-                added.described.append((sequence, last - first))
-                added.described_rows += range(row + first - start, row + last - start)
-    return added
+                self.described.append((sequence, last - first))
+                self._described_rows += range(row + first - start, row + last - start)
