@@ -3,49 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 
 from service.engine.request import RequestOutput
 
 
-@dataclass(slots=True)
 class OutputStream:
     """Holds at most one output per completion: what a lagging consumer did not take is merged.
 
-    For one event loop and one consumer, who is woken only if it waits.
+    For one event loop and one consumer. A consumer that waits is handed the next output itself and woken by it.
     """
 
-    request_id: str
-    error: Exception | None = None
-    _pending: dict[int, RequestOutput] = field(default_factory=dict)
-    _news: asyncio.Future[None] | None = None
+    __slots__ = ("_pending", "_waiter", "error", "request_id")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.error: Exception | None = None
+        self._pending: dict[int, RequestOutput] = {}
+        # Who waits finds nothing pending; None in its future stands for the error.
+        self._waiter: asyncio.Future[RequestOutput | None] | None = None
 
     def put(self, output: RequestOutput) -> None:
         """Add what a step made."""
-        # The request's last output must come out last, also when an older part of its completion still waits.
-        earlier = self._pending.pop(output.index, None)
         output.request_id = self.request_id
-        self._pending[output.index] = output if earlier is None else _merge(earlier, output)
-        self._wake()
+        if not self._hand_over(output):
+            # The request's last output must come out last, also when an older part of its completion still waits.
+            earlier = self._pending.pop(output.index, None)
+            self._pending[output.index] = output if earlier is None else _merge(earlier, output)
 
     def fail(self, error: Exception) -> None:
         """Nothing more will come."""
         self.error = error
-        self._wake()
+        self._hand_over(None)
 
     async def take(self) -> RequestOutput:
         """The next output, as soon as there is one; raises the error of `fail` once everything was taken."""
-        while not self._pending:
-            if self.error is not None:
-                raise self.error
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
-        return self._pending.pop(next(iter(self._pending)))
+        if self._pending:
+            return self._pending.pop(next(iter(self._pending)))
+        if self.error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            output = await self._waiter
+            if output is not None:
+                return output
+        assert self.error is not None
+        raise self.error
 
-    def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-        self._news = None
+    def _hand_over(self, output: RequestOutput | None) -> bool:
+        """Whether somebody waited, who then has it."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is None or waiter.done():
+            return False
+        waiter.set_result(output)
+        return True
 
 
 def _merge(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
