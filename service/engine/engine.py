@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Model(Protocol):
-    """What the engine needs of a decoder."""
+    """What the engine needs of a decoder, whose methods are to run in inference mode."""
 
     def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
         """Writes the rows' keys and values to the cache; returns float32 logits [samples, vocab]."""
@@ -129,11 +129,10 @@ class Engine:
         embedding = [piece for piece in pieces if piece.sequence.embedding is not None]
         if embedding:
             pieces = [piece for piece in pieces if piece.sequence.embedding is None]
-        with torch.inference_mode():
-            if generating.sequences or pieces:
-                outputs += self._generate(generating, pieces)
-            if embedding:
-                outputs += self._embed(embedding)
+        if generating.sequences or pieces:
+            outputs += self._generate(generating, pieces)
+        if embedding:
+            outputs += self._embed(embedding)
         self._steps += 1
         return outputs
 

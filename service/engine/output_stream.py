@@ -19,41 +19,43 @@ class OutputStream:
         self.request_id = request_id
         self.error: Exception | None = None
         self._pending: dict[int, RequestOutput] = {}
-        # Who waits finds nothing pending; None in its future stands for the error.
-        self._waiter: asyncio.Future[RequestOutput | None] | None = None
+        # Of a consumer that found nothing pending.
+        self._waiter: asyncio.Future[RequestOutput] | None = None
 
     def put(self, output: RequestOutput) -> None:
         """Add what a step made."""
         output.request_id = self.request_id
-        if not self._hand_over(output):
-            # The request's last output must come out last, also when an older part of its completion still waits.
-            earlier = self._pending.pop(output.index, None)
-            self._pending[output.index] = output if earlier is None else _merge(earlier, output)
+        if (waiter := self._waiting()) is not None:
+            waiter.set_result(output)
+            return
+        # The request's last output must come out last, also when an older part of its completion still waits.
+        earlier = self._pending.pop(output.index, None)
+        self._pending[output.index] = output if earlier is None else _merge(earlier, output)
 
     def fail(self, error: Exception) -> None:
         """Nothing more will come."""
         self.error = error
-        self._hand_over(None)
+        if (waiter := self._waiting()) is not None:
+            waiter.set_exception(error)
+            # A consumer that is cancelled before it wakes does not ask for it, which is no reason to log it.
+            waiter.exception()
 
-    async def take(self) -> RequestOutput:
+    def take(self) -> asyncio.Future[RequestOutput]:
         """The next output, as soon as there is one; raises the error of `fail` once everything was taken."""
+        # No coroutine, which would cost each token of each stream a frame more.
+        taken: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
         if self._pending:
-            return self._pending.pop(next(iter(self._pending)))
-        if self.error is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            output = await self._waiter
-            if output is not None:
-                return output
-        assert self.error is not None
-        raise self.error
+            taken.set_result(self._pending.pop(next(iter(self._pending))))
+        elif self.error is not None:
+            taken.set_exception(self.error)
+        else:
+            self._waiter = taken
+        return taken
 
-    def _hand_over(self, output: RequestOutput | None) -> bool:
-        """Whether somebody waited, who then has it."""
+    def _waiting(self) -> asyncio.Future[RequestOutput] | None:
+        """The future of whoever waits, who is then to be told something."""
         waiter, self._waiter = self._waiter, None
-        if waiter is None or waiter.done():
-            return False
-        waiter.set_result(output)
-        return True
+        return None if waiter is None or waiter.done() else waiter
 
 
 def _merge(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:

@@ -105,7 +105,7 @@ class Scheduler:
     def computed_last(self, generating: Generating) -> None:
         """Notes that the last token of each is in the cache now, and makes full blocks findable."""
         generating.go_on()
-        for place in (generating.computed % self.pool.block_size == 0).nonzero()[0].tolist():
+        for place in generating.full:
             sequence = generating.sequences[place]
             blocks = sequence.num_computed // self.pool.block_size
             self._remember(sequence, blocks - 1, blocks)
@@ -167,7 +167,7 @@ class Scheduler:
         # missing.
         generating = self._generating()
         # Whoever lacks room may preempt those at the end of the list, itself included.
-        for place in (generating.computed >= generating.room).nonzero()[0].tolist():
+        for place in list(generating.full):
             if not self._make_room(generating.sequences[place]):
                 break
             generating.add_block(place, self.pool.allocate())

@@ -81,7 +81,8 @@ class Generating:
 
     Of each sequence, [sequences] int64: `computed` and `room`, as in `SlotTable`; `places`: where the keys and values of
     its last token go, as block * block_size + offset; `token_ids`: that token, once `read_tokens` was called. `slices`
-    [sequences, 4] int64: the `SequenceSlice` of that token if nobody stands before these in the batch.
+    [sequences, 4] int64: the `SequenceSlice` of that token if nobody stands before these in the batch. `full` holds the
+    indices of those whose blocks are full, so that there is no place for the last token yet.
     """
 
     def __init__(self, table: SlotTable, sequences: list[Sequence]) -> None:
@@ -96,6 +97,7 @@ class Generating:
         self._columns = columns
         self.slices = columns[:4].T
         self.room, self.computed, self.places, self.token_ids = columns[4:]
+        self.full = self._full()
         self.sequences = sequences
         self.slots: Integers = np.array([slot.number for slot in slots], dtype=np.int64)
         self._table = table
@@ -120,14 +122,19 @@ class Generating:
     def go_on(self) -> None:
         """Notes that each last token is in the cache; each sequence then gets one more."""
         self._columns += _STEP
+        self.full = self._full()
 
     def add_block(self, place: int, block: int) -> None:
-        """Gives one that lacks room a block, in which its last token is then the first."""
+        """Gives one that is full a block, in which its last token is then the first."""
         table, room = self._table, self.room.item(place)
         table.blocks[self.slots[place], room // table.block_size] = block
         self.room[place] = room + table.block_size
         self.places[place] = block * table.block_size
+        self.full.remove(place)
         self._tables = None
+
+    def _full(self) -> list[int]:
+        return (self.computed == self.room).nonzero()[0].tolist()
 
 
 # Of a generating sequence's columns only context length, `computed` and `places` grow.

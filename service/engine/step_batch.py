@@ -32,6 +32,7 @@ class StepBatcher:
     def __init__(self, table: SlotTable, device: torch.device) -> None:
         self._table = table
         self._device = device
+        self._is_on_cpu = device.type == "cpu"
         self._numbers: Integers = np.arange(len(table.blocks))
 
     def build(self, generating: Generating, pieces: list[Piece]) -> StepBatch:
@@ -65,7 +66,8 @@ class StepBatcher:
         return StepBatch(forward, sampled, described)
 
     def _tensor(self, values: Integers) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+        tensor = torch.from_numpy(values)
+        return tensor if self._is_on_cpu else tensor.to(self._device)
 
 
 class _Pieces:

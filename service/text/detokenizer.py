@@ -73,6 +73,8 @@ class ByteLevelDetokenizer:
     It is settled between two characters.
     """
 
+    __slots__ = ("_utf8", "is_settled")
+
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.is_settled = True

@@ -83,6 +83,20 @@ class TextOutput:
     if one did; `finish` may still find one in text that it completes.
     """
 
+    # A token so costs fewer lines of memory, which are seldom in a cache after a model has run.
+    __slots__ = (
+        "_detokenizer",
+        "_may_stop",
+        "_params",
+        "_settled_texts",
+        "_stops",
+        "_tokenizer",
+        "_tokens",
+        "end_ids",
+        "has_ended",
+        "stop_reason",
+    )
+
     def __init__(
         self,
         tokenizer: Tokenizer,
