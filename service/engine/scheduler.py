@@ -64,7 +64,8 @@ class Scheduler:
         self._budget = max_batch_tokens
         self._logprob_rows = max_prompt_logprob_rows
         self.slots = SlotTable(max_sequences, max_blocks or pool.num_blocks, pool.block_size)
-        self._known_generating: Generating | None = None
+        self._known_generating = Generating(self.slots, [])
+        self._has_changed = False
         # A little room for running sequences to grow, so that what is admitted is not preempted in the next
         # step.
         self._reserve = max(1, pool.num_blocks // 100)
@@ -121,11 +122,11 @@ class Scheduler:
             sequence, slot = piece.sequence, piece.sequence.slot
             assert slot is not None
             before = slot.computed
-            after = self.slots.computed[slot.number] = before + piece.count
+            slot.computed = after = before + piece.count
             if after == sequence.prompt_length:
                 completed.append(sequence)
             if after >= sequence.prompt_length:
-                self._known_generating = None
+                self._has_changed = True
             self._remember(sequence, before // block_size, after // block_size)
         return completed
 
@@ -134,11 +135,16 @@ class Scheduler:
         self.pool.check(sequence.block_table for sequence in self.running)
 
     def _generating(self) -> Generating:
-        """Those of the running sequences that generate. Every such sequence gets one token in each step, so they stay the
-        same until one joins or leaves `running`, or has computed its prompt.
+        """Those of the running sequences that generate. Each of them gets a token in every step, so that it goes on doing so
+        for as long as it runs: they only change when one joins or leaves.
         """
-        if self._known_generating is None:
-            sequences = [sequence for sequence in self.running if sequence.generates]
+        if self._has_changed:
+            self._has_changed, known = False, self._known_generating
+            sequences = [
+                sequence
+                for sequence in self.running
+                if sequence.slot is not None and (sequence.slot.columns is known or sequence.generates)
+            ]
             self._known_generating = Generating(self.slots, sequences)
         return self._known_generating
 
@@ -194,7 +200,7 @@ class Scheduler:
         sequence.slot = self.slots.take(blocks, len(found) * pool.block_size)
         insort(self.running, self.waiting.pop(0), key=_by_order)
         self.admitted.append(sequence)
-        self._known_generating = None
+        self._has_changed = True
         return True
 
     def _release(self, sequence: Sequence) -> None:
@@ -203,4 +209,4 @@ class Scheduler:
         self.pool.release(sequence.slot.blocks)
         self.slots.give_back(sequence.slot)
         sequence.slot = None
-        self._known_generating = None
+        self._has_changed = True

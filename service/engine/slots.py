@@ -60,6 +60,10 @@ class Slot:
         """How many of the sequence's tokens are in the cache."""
         return self.columns.computed.item(self.place)
 
+    @computed.setter
+    def computed(self, count: int) -> None:
+        self.columns.computed[self.place] = count
+
     @property
     def room(self) -> int:
         """How many tokens its blocks have places for."""
@@ -85,14 +89,19 @@ class Generating:
     indices of those whose blocks are full, so that there is no place for the last token yet.
     """
 
+    room: Integers
+    computed: Integers
+    places: Integers
+    token_ids: Integers
+
     def __init__(self, table: SlotTable, sequences: list[Sequence]) -> None:
         slots = [each.slot for each in sequences if each.slot is not None]
         columns: Integers = np.zeros((8, len(slots)), dtype=np.int64)
         columns[0] = np.arange(len(slots))
         columns[1] = 1
         columns[3] = [each.prompt_length for each in sequences]
-        columns[4] = [slot.room for slot in slots]
-        columns[5] = [slot.computed for slot in slots]
+        columns[4] = [slot.columns.room.item(slot.place) for slot in slots]
+        columns[5] = [slot.columns.computed.item(slot.place) for slot in slots]
         columns[2] = columns[5] + 1
         self._columns = columns
         self.slices = columns[:4].T
