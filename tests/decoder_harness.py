@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from service.kernels.library import KernelPool, load
@@ -126,7 +127,7 @@ class Harness:
                 [stream.blocks + [0] * (most - len(stream.blocks)) for stream, _ in pieces]
             ),
             logit_rows=torch.tensor(logit_rows),
-            sequences=tuple(slices),
+            slices=np.array(slices),
         )
 
     def step(self, pieces: Sequence[tuple[Stream, int]], all_rows: bool = False) -> torch.Tensor:

@@ -12,6 +12,7 @@ from service.engine.request import (
     FinishReason,
     PositionLogprobs,
     RequestOutput,
+    RequestSummary,
     TokenLogprob,
 )
 from service.engine.sequence import AbortCause
@@ -83,7 +84,7 @@ class FakeEngine:
                         request.request_id,
                         finish_reason=FinishReason.ABORT,
                         stop_reason=self.abort_cause,
-                        request_finished=True,
+                        summary=RequestSummary(),
                     )
                     return
         finally:
@@ -97,21 +98,19 @@ class FakeEngine:
         outputs = []
         for place, character in enumerate(text):
             for index in range(params.n):
-                output = RequestOutput(request.request_id, index, character, [ord(character)])
+                output = RequestOutput(request.request_id, index, character, (ord(character),))
                 if params.logprobs is not None:
-                    output.logprobs = [self._position(ord(character), params.logprobs)]
+                    output.logprobs = (self._position(ord(character), params.logprobs),)
                 if place == 0 and index == 0 and params.prompt_logprobs is not None:
                     rest = request.prompt_token_ids[1:]
-                    output.prompt_logprobs = [
+                    output.prompt_logprobs = (
                         PositionLogprobs(None, ()),
                         *(self._position(token, params.prompt_logprobs) for token in rest),
-                    ]
+                    )
                 if place == len(text) - 1:
                     output.finish_reason = FinishReason.LENGTH
                 outputs.append(output)
-        outputs[-1] = replace(
-            outputs[-1],
-            request_finished=True,
+        outputs[-1].summary = RequestSummary(
             prompt_tokens=len(request.prompt_token_ids),
             completion_tokens=len(text) * params.n,
             cached_tokens=2,
@@ -125,11 +124,12 @@ class FakeEngine:
         prompt = request.prompt_token_ids
         return RequestOutput(
             request.request_id,
-            embedding=[float(prompt[0]), float(len(prompt)), 0.5],
             finish_reason=FinishReason.STOP,
-            request_finished=True,
-            prompt_tokens=len(prompt),
-            cached_tokens=1,
+            summary=RequestSummary(
+                prompt_tokens=len(prompt),
+                cached_tokens=1,
+                embedding=[float(prompt[0]), float(len(prompt)), 0.5],
+            ),
         )
 
     def _position(self, token: int, count: int) -> PositionLogprobs:

@@ -77,6 +77,7 @@ class Admission:
                 first_hash=first_hash,
                 sampling=SamplingState(params, prompt, index, vocab_size, eos, grammar and grammar.copy()),
                 text=TextOutput(self._tokenizer, prompt, params, eos),
+                max_tokens=params.max_tokens,
                 wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
                 embedding=EmbeddingPool(request.embedding) if request.embedding else None,
             )

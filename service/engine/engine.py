@@ -16,8 +16,9 @@ from service.engine.picker import Picker, open_picker
 from service.engine.request import EngineRequest, EngineStats, RequestOutput, RequestRejected
 from service.engine.request_book import RequestBook
 from service.engine.sampler import SampledToken, prompt_logprobs, sample
-from service.engine.scheduler import Scheduled, Scheduler
+from service.engine.scheduler import Piece, Scheduler
 from service.engine.sequence import AbortCause, Sequence
+from service.engine.slots import Generating
 from service.engine.step_batch import StepBatch, StepBatcher
 from service.models.batch import ForwardBatch, PagedKVCache
 
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Model(Protocol):
-    """What the engine needs of a decoder."""
+    """What the engine needs of a decoder, whose methods are to run in inference mode."""
 
     def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
         """Writes the rows' keys and values to the cache; returns float32 logits [samples, vocab]."""
@@ -60,9 +61,10 @@ class Engine:
     ) -> None:
         self.config = config
         self.pool = BlockPool(cache.num_blocks, cache.block_size)
-        self.scheduler = Scheduler(self.pool, config.max_sequences, config.max_batch_tokens)
         most_blocks = min(cache.num_blocks, -(-config.context_length // cache.block_size))
-        self._batcher = StepBatcher(config.max_sequences, most_blocks, cache.block_size, cache.keys.device)
+        self.scheduler = Scheduler(self.pool, config.max_sequences, config.max_batch_tokens, most_blocks)
+        self._nobody = Generating(self.scheduler.slots, [])
+        self._batcher = StepBatcher(self.scheduler.slots, cache.keys.device)
         self._admission = Admission(config, self.pool, tokenizer, adapter_identity)
         self._book = RequestBook(self.scheduler, config.max_queue, clock)
         self._model = model
@@ -120,24 +122,24 @@ class Engine:
         if not self._book:
             return outputs
         scheduled = self.scheduler.schedule()
-        if not scheduled:
+        generating, pieces = scheduled.generating, scheduled.pieces
+        if not generating.sequences and not pieces:
             raise RuntimeError("requests wait and nothing can be scheduled")
         self._book.note_starts(now)
-        embedding = [piece for piece in scheduled if piece.sequence.embedding is not None]
-        generating = (
-            [piece for piece in scheduled if piece.sequence.embedding is None] if embedding else scheduled
-        )
-        with torch.inference_mode():
-            if generating:
-                outputs += self._generate(generating)
-            if embedding:
-                outputs += self._embed(embedding)
+        embedding = [piece for piece in pieces if piece.sequence.embedding is not None]
+        if embedding:
+            pieces = [piece for piece in pieces if piece.sequence.embedding is None]
+        if generating.sequences or pieces:
+            outputs += self._generate(generating, pieces)
+        if embedding:
+            outputs += self._embed(embedding)
         self._steps += 1
         return outputs
 
-    def _generate(self, pieces: list[Scheduled]) -> list[RequestOutput]:
-        step = self._batcher.build(pieces)
+    def _generate(self, generating: Generating, pieces: list[Piece]) -> list[RequestOutput]:
+        step = self._batcher.build(generating, pieces)
         logits = self._model.forward(step.forward, self._cache)
+        self.scheduler.computed_last(generating)
         for sequence in self.scheduler.computed(pieces):
             self._book.let_siblings_go(sequence)
         outputs = []
@@ -147,8 +149,8 @@ class Engine:
         outputs += self._book.advance(step.sampled, tokens)
         return outputs
 
-    def _embed(self, pieces: list[Scheduled]) -> list[RequestOutput]:
-        step = self._batcher.build(pieces)
+    def _embed(self, pieces: list[Piece]) -> list[RequestOutput]:
+        step = self._batcher.build(self._nobody, pieces)
         hidden = self._model.hidden_states(step.forward, self._cache)
         outputs: list[RequestOutput] = []
         for piece, part in zip(pieces, step.forward.sequences, strict=True):

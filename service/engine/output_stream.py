@@ -3,49 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 
 from service.engine.request import RequestOutput
 
 
-@dataclass(slots=True)
 class OutputStream:
     """Holds at most one output per completion: what a lagging consumer did not take is merged.
 
-    For one event loop and one consumer, who is woken only if it waits.
+    For one event loop and one consumer. A consumer that waits is handed the next output itself and woken by it.
     """
 
-    request_id: str
-    error: Exception | None = None
-    _pending: dict[int, RequestOutput] = field(default_factory=dict)
-    _news: asyncio.Future[None] | None = None
+    __slots__ = ("_pending", "_waiter", "error", "request_id")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.error: Exception | None = None
+        self._pending: dict[int, RequestOutput] = {}
+        # Of a consumer that found nothing pending.
+        self._waiter: asyncio.Future[RequestOutput] | None = None
 
     def put(self, output: RequestOutput) -> None:
         """Add what a step made."""
+        output.request_id = self.request_id
+        if (waiter := self._waiting()) is not None:
+            waiter.set_result(output)
+            return
         # The request's last output must come out last, also when an older part of its completion still waits.
         earlier = self._pending.pop(output.index, None)
-        output.request_id = self.request_id
         self._pending[output.index] = output if earlier is None else _merge(earlier, output)
-        self._wake()
 
     def fail(self, error: Exception) -> None:
         """Nothing more will come."""
         self.error = error
-        self._wake()
+        if (waiter := self._waiting()) is not None:
+            waiter.set_exception(error)
+            # A consumer that is cancelled before it wakes does not ask for it, which is no reason to log it.
+            waiter.exception()
 
-    async def take(self) -> RequestOutput:
+    def take(self) -> asyncio.Future[RequestOutput]:
         """The next output, as soon as there is one; raises the error of `fail` once everything was taken."""
-        while not self._pending:
-            if self.error is not None:
-                raise self.error
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
-        return self._pending.pop(next(iter(self._pending)))
+        # No coroutine, which would cost each token of each stream a frame more.
+        taken: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
+        if self._pending:
+            taken.set_result(self._pending.pop(next(iter(self._pending))))
+        elif self.error is not None:
+            taken.set_exception(self.error)
+        else:
+            self._waiter = taken
+        return taken
 
-    def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-        self._news = None
+    def _waiting(self) -> asyncio.Future[RequestOutput] | None:
+        """The future of whoever waits, who is then to be told something."""
+        waiter, self._waiter = self._waiter, None
+        return None if waiter is None or waiter.done() else waiter
 
 
 def _merge(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:

@@ -133,32 +133,42 @@ class WorkerIdentity:
 
 
 @dataclass(slots=True)
-class RequestOutput:
-    """What one engine step (or several, when the client lags) added to one completion of a request.
+class RequestSummary:
+    """The final counts and times of a whole request; `embedding` is empty but for an embedding request."""
 
-    `text` and `token_ids` are new since the previous output of the same completion. `finish_reason` is set in a
-    completion's last output, `request_finished` in the last output of the whole request, which alone carries final counts.
-    `embedding` is the one output's of an embedding request.
-    `served_by` is None when the worker that answers ran the request itself.
-    """
-
-    request_id: str
-    index: int = 0
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    embedding: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: str = ""
-    request_finished: bool = False
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     queued_seconds: float = 0.0
     first_token_seconds: float = 0.0
     total_seconds: float = 0.0
+    embedding: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one engine step (or several, when the client lags) added to one completion of a request.
+
+    `text` and `token_ids` are new since the previous output of the same completion. `finish_reason` is set in a
+    completion's last output, `summary` in the last output of the whole request. `served_by` is None when the worker that
+    answers ran the request itself. One is made for each token of each stream: what few of them carry belongs elsewhere.
+    """
+
+    request_id: str
+    index: int = 0
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str = ""
+    summary: RequestSummary | None = None
     served_by: WorkerIdentity | None = None
+
+    @property
+    def request_finished(self) -> bool:
+        """Whether nothing more of the request will come."""
+        return self.summary is not None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-from service.engine.request import EngineRequest, EngineStats, FinishReason, RequestOutput
+from service.engine.request import EngineRequest, EngineStats, FinishReason, RequestOutput, RequestSummary
 from service.engine.sampler import SampledToken
 from service.engine.scheduler import Scheduler
 from service.engine.sequence import AbortCause, RequestState, Sequence
@@ -95,15 +95,12 @@ class RequestBook:
         now = self._clock()
         outputs: list[RequestOutput] = []
         for sequence, token in zip(sequences, tokens, strict=True):
-            state = self._states.get(sequence.request_id)
-            if state is None:
+            if sequence.slot is None:
                 continue  # the request failed in this step
             try:
-                if token.error is not None:
-                    raise ValueError(token.error)
-                outputs.append(self._append(state, sequence, token, now))
+                outputs.append(self._append(sequence, token, now))
             except Exception:
-                outputs += self.fail(state)
+                outputs += self.fail(self.state_of(sequence))
         return outputs
 
     def finish_embedding(self, sequence: Sequence) -> list[RequestOutput]:
@@ -112,12 +109,14 @@ class RequestBook:
         assert pool is not None
         output = RequestOutput(sequence.request_id, finish_reason=FinishReason.STOP)
         try:
-            output.embedding = pool.vector()
+            vector = pool.vector()
         except ValueError:
             return self.fail(state)
         now = self._clock()
         state.first_token_at = now
         self._finish(state, sequence, output, now)
+        assert output.summary is not None
+        output.summary.embedding = vector
         return [output]
 
     def abort(self, request_id: str, cause: AbortCause) -> list[RequestOutput]:
@@ -137,24 +136,26 @@ class RequestBook:
         logger.exception("request %s failed", state.request.request_id)
         return self._end(state, AbortCause.ERROR)
 
-    def _append(
-        self, state: RequestState, sequence: Sequence, token: SampledToken, now: float
-    ) -> RequestOutput:
-        token_id, sampling, text = token.token_id, sequence.sampling, sequence.text
-        sampling.accept(token_id)
-        sequence.token_ids.append(token_id)
+    def _append(self, sequence: Sequence, token: SampledToken, now: float) -> RequestOutput:
+        """Takes one token; raises whatever its request is to fail for. Runs for every token of every stream."""
+        token_id, logprobs, error = token
+        if error is not None:
+            raise ValueError(error)
+        token_ids, sampling, text = sequence.token_ids, sequence.sampling, sequence.text
+        if sampling.follows_tokens:
+            sampling.accept(token_id)
+        token_ids.append(token_id)
         self._generated_tokens += 1
-        if state.first_token_at is None:
-            state.first_token_at = now
-        output = RequestOutput(sequence.request_id, sequence.index, text.append(token_id), [token_id])
-        if token.logprobs is not None:
-            output.logprobs.append(token.logprobs)
-        if sequence.prompt_logprobs and sequence.num_generated == 1:
-            output.prompt_logprobs = sequence.prompt_logprobs
-
-        if text.stop_reason is not None or token_id in text.end_ids or sampling.is_finished:
+        added = text.append(token_id)
+        output = RequestOutput(
+            sequence.request_id, sequence.index, added, (token_id,), () if logprobs is None else (logprobs,)
+        )
+        length = len(token_ids)
+        if length == sequence.prompt_length + 1:
+            self._note_first(sequence, output, now)
+        if text.has_ended or sampling.is_finished:
             output.finish_reason = FinishReason.STOP
-        elif len(sequence.token_ids) - sequence.prompt_length >= sampling.params.max_tokens:
+        elif length >= sequence.longest:
             output.finish_reason = FinishReason.LENGTH
         else:
             return output
@@ -162,8 +163,14 @@ class RequestBook:
         if text.stop_reason is not None:
             # The last characters, complete only now, may have completed a stop string.
             output.finish_reason, output.stop_reason = FinishReason.STOP, text.stop_reason
-        self._finish(state, sequence, output, now)
+        self._finish(self.state_of(sequence), sequence, output, now)
         return output
+
+    def _note_first(self, sequence: Sequence, output: RequestOutput, now: float) -> None:
+        output.prompt_logprobs = tuple(sequence.prompt_logprobs)
+        state = self.state_of(sequence)
+        if state.first_token_at is None:
+            state.first_token_at = now
 
     def _end(self, state: RequestState, cause: AbortCause) -> list[RequestOutput]:
         now = self._clock()
@@ -188,11 +195,13 @@ class RequestBook:
             del self._deadlines[bisect_left(self._deadlines, deadline)]
         if state.started_at is None:
             self.line.leave()
-        output.request_finished = True
-        output.prompt_tokens = len(request.prompt_token_ids)
-        output.completion_tokens = sum(sequence.num_generated for sequence in state.sequences)
-        output.cached_tokens = state.cached_tokens
-        output.total_seconds = now - request.arrived_at
-        output.queued_seconds = (now if state.started_at is None else state.started_at) - request.arrived_at
-        if state.first_token_at is not None:
-            output.first_token_seconds = state.first_token_at - request.arrived_at
+        started_at = now if state.started_at is None else state.started_at
+        first_token_at = request.arrived_at if state.first_token_at is None else state.first_token_at
+        output.summary = RequestSummary(
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=sum(sequence.num_generated for sequence in state.sequences),
+            cached_tokens=state.cached_tokens,
+            queued_seconds=started_at - request.arrived_at,
+            first_token_seconds=first_token_at - request.arrived_at,
+            total_seconds=now - request.arrived_at,
+        )

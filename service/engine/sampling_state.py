@@ -59,7 +59,8 @@ class SamplingState:
     """What the next token of one completion depends on beside its logits.
 
     `is_greedy` says whether the likeliest token is always taken, `narrows` whether the filters keep few tokens as
-    a rule.
+    a rule, `is_finished` whether the grammar is complete and allows nothing more, so that the completion must end.
+    Unless it `follows_tokens`, no token bears on those after it, and none need be accepted.
     """
 
     def __init__(
@@ -101,11 +102,8 @@ class SamplingState:
             or self.generated is not None
             or grammar is not None
         )
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the grammar is complete and allows nothing more, so that the completion must end here."""
-        return self.grammar is not None and self.grammar.is_finished
+        self.follows_tokens = not self.is_greedy or self._always_changes_logits or params.min_tokens > 0
+        self.is_finished = False
 
     @property
     def held_off_ids(self) -> torch.Tensor | None:
@@ -134,3 +132,4 @@ class SamplingState:
             self.generated.add(token_id)
         if self.grammar is not None:
             self.grammar.accept(token_id)
+            self.is_finished = self.grammar.is_finished

@@ -9,16 +9,25 @@ from operator import attrgetter
 
 from service.engine.block_pool import BlockPool
 from service.engine.sequence import Sequence
+from service.engine.slots import Generating, SlotTable
 
 _by_order = attrgetter("order")
 
 
-@dataclass(slots=True)
-class Scheduled:
-    """So many next tokens of a sequence are computed in this step."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """So many next tokens of a sequence that does not generate yet are computed in a step."""
 
     sequence: Sequence
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A step's work."""
+
+    generating: Generating
+    pieces: list[Piece]
 
 
 class Scheduler:
@@ -26,11 +35,16 @@ class Scheduler:
 
     Whoever sorts first by `Sequence.order` is never preempted by others and may take the blocks of all
     others, and nobody overtakes the first in the queue; so every sequence that fits the pool alone finishes
-    in the end.
+    in the end. No sequence may need more than `max_blocks` blocks, by default all that there are.
     """
 
     def __init__(
-        self, pool: BlockPool, max_sequences: int, max_batch_tokens: int, max_prompt_logprob_rows: int = 256
+        self,
+        pool: BlockPool,
+        max_sequences: int,
+        max_batch_tokens: int,
+        max_blocks: int | None = None,
+        max_prompt_logprob_rows: int = 256,
     ) -> None:
         if max_sequences < 1 or max_prompt_logprob_rows < 1:
             raise ValueError("max_sequences and max_prompt_logprob_rows must be 1 or more")
@@ -49,7 +63,9 @@ class Scheduler:
         self.preemptions = 0
         self._budget = max_batch_tokens
         self._logprob_rows = max_prompt_logprob_rows
-        self._slots = list(reversed(range(max_sequences)))
+        self.slots = SlotTable(max_sequences, max_blocks or pool.num_blocks, pool.block_size)
+        self._known_generating = Generating(self.slots, [])
+        self._has_changed = False
         # A little room for running sequences to grow, so that what is admitted is not preempted in the next
         # step.
         self._reserve = max(1, pool.num_blocks // 100)
@@ -60,92 +76,116 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Takes out a sequence, wherever it is, and frees its blocks."""
-        queue = self.running if sequence.running else self.waiting
+        queue = self.waiting if sequence.slot is None else self.running
         position = bisect_left(queue, sequence.order, key=_by_order)
         if position < len(queue) and queue[position] is sequence:
             del queue[position]
             self._release(sequence)
 
-    def schedule(self) -> list[Scheduled]:
-        """The step's work, generating sequences first. Not empty while anything waits or runs."""
+    def schedule(self) -> Scheduled:
+        """The step's work, which is not nothing while anything waits or runs."""
         preemptions = self.preemptions
         self.admitted = []
-        decodes: list[Scheduled] = []
-        prompts: list[Scheduled] = []
-        generating = [len(each.token_ids) - each.num_computed == 1 for each in self.running]
-        self._budget = self.max_batch_tokens - sum(generating)
+        self._make_rooms()
+        generating = self._generating()
+        self._budget = self.max_batch_tokens - len(generating.sequences)
         self._logprob_rows = self.max_prompt_logprob_rows
-
-        # Whoever lacks room may preempt those at the end of the list, itself included.
-        for position, generates in enumerate(generating):
-            if position >= len(self.running) or not self._make_room(self.running[position]):
-                break
-            sequence = self.running[position]
-            if generates:
-                decodes.append(Scheduled(sequence, 1))
-            elif self._chunk(sequence):
-                prompts.append(self._take(sequence))
+        pieces: list[Piece] = []
+        if len(generating.sequences) < len(self.running):
+            others = [sequence for sequence in self.running if not sequence.generates]
+            pieces += [self._take(sequence) for sequence in others if self._chunk(sequence)]
 
         # Whoever was preempted in this step must not take the blocks that it just gave up.
         while self.preemptions == preemptions and self.waiting and len(self.running) < self.max_sequences:
             sequence = self.waiting[0]
             if not self._chunk(sequence) or not self._admit(sequence):
                 break
-            prompts.append(self._take(sequence))
-        return decodes + prompts
+            pieces.append(self._take(sequence))
+        return Scheduled(generating, pieces)
 
-    def computed(self, scheduled: Iterable[Scheduled]) -> list[Sequence]:
-        """Notes that scheduled pieces are in the cache now, and makes their full blocks findable.
+    def computed_last(self, generating: Generating) -> None:
+        """Notes that the last token of each is in the cache now, and makes full blocks findable."""
+        generating.go_on()
+        for place in generating.full:
+            sequence = generating.sequences[place]
+            blocks = sequence.num_computed // self.pool.block_size
+            self._remember(sequence, blocks - 1, blocks)
+
+    def computed(self, pieces: Iterable[Piece]) -> list[Sequence]:
+        """Notes that pieces are in the cache now, and makes their full blocks findable.
 
         Returns the sequences whose prompts this completed.
         """
         block_size = self.pool.block_size
         completed = []
-        for piece in scheduled:
-            sequence, before = piece.sequence, piece.sequence.num_computed
-            sequence.num_computed = after = before + piece.count
+        for piece in pieces:
+            sequence, slot = piece.sequence, piece.sequence.slot
+            assert slot is not None
+            before = slot.computed
+            slot.computed = after = before + piece.count
             if after == sequence.prompt_length:
                 completed.append(sequence)
-            if after // block_size > before // block_size:
-                self._remember(sequence, before // block_size, after // block_size)
+            if after >= sequence.prompt_length:
+                self._has_changed = True
+            self._remember(sequence, before // block_size, after // block_size)
         return completed
 
     def check(self) -> None:
         """Verifies the pool against all running sequences. Raises PoolCorrupt."""
         self.pool.check(sequence.block_table for sequence in self.running)
 
+    def _generating(self) -> Generating:
+        """Those of the running sequences that generate. Each of them gets a token in every step, so that it goes on doing so
+        for as long as it runs: they only change when one joins or leaves.
+        """
+        if self._has_changed:
+            self._has_changed, known = False, self._known_generating
+            sequences = [
+                sequence
+                for sequence in self.running
+                if sequence.slot is not None and (sequence.slot.columns is known or sequence.generates)
+            ]
+            self._known_generating = Generating(self.slots, sequences)
+        return self._known_generating
+
     def _remember(self, sequence: Sequence, first: int, end: int) -> None:
         """Makes the full blocks from `first` up to `end` findable."""
+        if first == end or sequence.slot is None:
+            return
         hashes = sequence.hash_blocks(end, self.pool.block_size)
         for index in range(first, end):
-            self.pool.remember(sequence.block_table[index], hashes[index])
+            self.pool.remember(sequence.slot.block(index), hashes[index])
 
     def _chunk(self, sequence: Sequence) -> int:
         """How many of its tokens fit what is left of this step."""
         count = min(sequence.remaining, self._budget)
         return min(count, self._logprob_rows) if sequence.lacks_prompt_logprobs else count
 
-    def _take(self, sequence: Sequence) -> Scheduled:
+    def _take(self, sequence: Sequence) -> Piece:
         count = self._chunk(sequence)
         self._budget -= count
         if sequence.lacks_prompt_logprobs:
             self._logprob_rows -= count
-        return Scheduled(sequence, count)
+        return Piece(sequence, count)
 
-    def _make_room(self, sequence: Sequence) -> bool:
+    def _make_rooms(self) -> None:
         # A prompt got all its blocks when it was admitted; only the place of a generated token can be
         # missing.
-        if sequence.num_computed < len(sequence.block_table) * self.pool.block_size:
-            return True
-        while self.pool.free_count == 0:
+        generating = self._generating()
+        # Whoever lacks room may preempt those at the end of the list, itself included.
+        for place in list(generating.full):
+            if not self._make_room(generating.sequences[place]):
+                break
+            generating.add_block(place, self.pool.allocate())
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Frees a block for a sequence, unless it is preempted itself."""
+        while sequence.slot is not None and not self.pool.free_count:
             victim = self.running.pop()
             self._release(victim)
             self.preemptions += 1
             insort(self.waiting, victim, key=_by_order)
-            if victim is sequence:
-                return False
-        sequence.block_table.append(self.pool.allocate())
-        return True
+        return sequence.slot is not None
 
     def _admit(self, sequence: Sequence) -> bool:
         pool = self.pool
@@ -156,18 +196,17 @@ class Scheduler:
             return False
         for block in found:
             pool.share(block)
-        sequence.block_table = found + [pool.allocate() for _ in range(missing)]
-        sequence.num_computed = len(found) * pool.block_size
+        blocks = found + [pool.allocate() for _ in range(missing)]
+        sequence.slot = self.slots.take(blocks, len(found) * pool.block_size)
         insort(self.running, self.waiting.pop(0), key=_by_order)
         self.admitted.append(sequence)
-        sequence.running = True
-        sequence.slot = self._slots.pop()
-        sequence.blocks_in_table = 0
+        self._has_changed = True
         return True
 
     def _release(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.block_table)
-        sequence.num_computed = 0
-        if sequence.running:
-            sequence.running = False
-            self._slots.append(sequence.slot)
+        if sequence.slot is None:
+            return
+        self.pool.release(sequence.slot.blocks)
+        self.slots.give_back(sequence.slot)
+        sequence.slot = None
+        self._has_changed = True

@@ -11,6 +11,7 @@ from service.engine.request import EngineRequest, PositionLogprobs
 if TYPE_CHECKING:
     from service.engine.embedding import EmbeddingPool
     from service.engine.sampling_state import SamplingState
+    from service.engine.slots import Slot
     from service.text.output import TextOutput
 
 
@@ -26,23 +27,20 @@ class AbortCause(enum.StrEnum):
 class Sequence:
     """One completion: its tokens, the blocks that hold their keys and values, and how far they are computed.
 
-    `order` sorts sequences by who goes first. `slot` is a running sequence's row in the batch's block table,
-    of which the first `blocks_in_table` entries are written.
+    `order` sorts sequences by who goes first. `slot` is a running sequence's row in the scheduler's table, None while
+    it does not run. With `longest` tokens, the prompt's included, its answer has `max_tokens`.
     """
 
     __slots__ = (
         "block_hashes",
-        "block_table",
-        "blocks_in_table",
         "embedding",
         "first_hash",
         "index",
-        "num_computed",
+        "longest",
         "order",
         "prompt_length",
         "prompt_logprobs",
         "request_id",
-        "running",
         "sampling",
         "slot",
         "text",
@@ -57,6 +55,7 @@ class Sequence:
         first_hash: bytes,
         sampling: SamplingState,
         text: TextOutput,
+        max_tokens: int = 0,
         wants_prompt_logprobs: bool = False,
         embedding: EmbeddingPool | None = None,
     ) -> None:
@@ -65,6 +64,7 @@ class Sequence:
         self.index = order[2]
         self.token_ids = list(prompt_token_ids)
         self.prompt_length = len(prompt_token_ids)
+        self.longest = self.prompt_length + max_tokens
         self.first_hash = first_hash
         self.sampling = sampling
         self.text = text
@@ -72,11 +72,22 @@ class Sequence:
         # Nothing stands before the first token, so nothing predicts it.
         self.prompt_logprobs = [PositionLogprobs(None, ())] if wants_prompt_logprobs else []
         self.block_hashes: list[bytes] = []
-        self.block_table: list[int] = []
-        self.num_computed = 0
-        self.running = False
-        self.slot = -1
-        self.blocks_in_table = 0
+        self.slot: Slot | None = None
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens in the cache: none while it does not run."""
+        return 0 if self.slot is None else self.slot.computed
+
+    @property
+    def block_table(self) -> list[int]:
+        """The blocks that it holds, as a new list."""
+        return [] if self.slot is None else self.slot.blocks
+
+    @property
+    def generates(self) -> bool:
+        """Whether its prompt is in the cache and of the answer all but the last token, as in every step that adds one."""
+        return self.prompt_length <= self.num_computed == len(self.token_ids) - 1
 
     @property
     def num_generated(self) -> int:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from service.engine.scheduler import Scheduled
+from service.engine.scheduler import Piece
 from service.engine.sequence import Sequence
-from service.models.batch import ForwardBatch, SequenceSlice
+from service.engine.slots import Generating, Integers, SlotTable
+from service.models.batch import ForwardBatch
 
-Integers = npt.NDArray[np.int64]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """A step's input and what its logits are for.
 
@@ -29,77 +27,89 @@ class StepBatch:
 
 
 class StepBatcher:
-    """Builds step batches over a block table that stays in place, so that a step costs few operations.
+    """Builds step batches over the scheduler's slots; tensors are made on the CPU and moved to `device`."""
 
-    `max_sequences` rows of `max_blocks` entries; tensors are made on the CPU and moved to `device`.
-    """
-
-    def __init__(self, max_sequences: int, max_blocks: int, block_size: int, device: torch.device) -> None:
-        self._table = np.zeros((max_sequences, max_blocks), dtype=np.int64)
-        self._block_size = block_size
+    def __init__(self, table: SlotTable, device: torch.device) -> None:
+        self._table = table
         self._device = device
+        self._is_on_cpu = device.type == "cpu"
+        self._numbers: Integers = np.arange(len(table.blocks))
 
-    def build(self, scheduled: list[Scheduled]) -> StepBatch:
-        """The batch of a step in which at least one token is computed."""
-        tokens: list[int] = []
-        starts: list[int] = []
-        slots: list[int] = []
-        slices: list[SequenceSlice] = []
-        sampled: list[Sequence] = []
-        logit_rows: list[int] = []
-        described: list[tuple[Sequence, int]] = []
-        described_rows: list[int] = []
-        most_blocks = 0
-        for piece in scheduled:
-            sequence, count = piece.sequence, piece.count
-            token_ids, start, first_row = sequence.token_ids, sequence.num_computed, len(tokens)
-            end = start + count
-            slices.append(SequenceSlice(first_row, count, end, sequence.prompt_length))
-            starts.append(start)
-            slots.append(sequence.slot)
-            if count == 1:
-                tokens.append(token_ids[start])
-            else:
-                tokens += token_ids[start:end]
-            if end == len(token_ids) and sequence.embedding is None:
-                sampled.append(sequence)
-                logit_rows.append(first_row + count - 1)
-            if sequence.prompt_logprobs and sequence.lacks_prompt_logprobs:
-                # A recomputed prompt may begin before the first position that is still to be described.
-                first = max(start, len(sequence.prompt_logprobs) - 1)
-                last = min(end, sequence.prompt_length - 1)
-                if last > first:
-                    described.append((sequence, last - first))
-                    described_rows += range(first_row + first - start, first_row + last - start)
-            blocks = len(sequence.block_table)
-            if blocks > most_blocks:
-                most_blocks = blocks
-            if sequence.blocks_in_table != blocks:
-                self._write_table(sequence)
+    def build(self, generating: Generating, pieces: list[Piece]) -> StepBatch:
+        """The batch of a step in which at least one token is computed: the last one of each of `generating`, then `pieces`.
 
-        positions = np.array(starts)
-        owners = np.arange(len(scheduled))
-        if len(tokens) > len(scheduled):
-            counts = [piece.count for piece in scheduled]
-            first_rows = [part.query_start for part in slices]
-            owners = owners.repeat(counts)
-            positions = np.arange(len(tokens)) + (positions - first_rows)[owners]
-        tables = self._table[np.array(slots), :most_blocks]
-        places, offsets = np.divmod(positions, self._block_size)
+        Its tensors may be columns of `generating`, which change when this goes on to the next step.
+        """
+        generating.read_tokens()
+        token_ids, positions, places = generating.token_ids, generating.computed, generating.places
+        tables, slices = generating.tables, generating.slices.copy()
+        sampled, described = generating.sequences, []
+        logit_rows = self._numbers[: len(sampled)]
+        if pieces:
+            added = _Pieces(self._table, pieces, first_row=len(sampled))
+            token_ids = np.concatenate((token_ids, added.token_ids))
+            positions = np.concatenate((positions, added.positions))
+            places = np.concatenate((places, added.places))
+            slots = np.concatenate((generating.slots, added.slots))
+            tables = self._table.blocks[slots, : max(tables.shape[1], added.most_blocks)]
+            slices = np.concatenate((slices, added.slices))
+            logit_rows = np.concatenate((logit_rows, added.logit_rows))
+            sampled, described = sampled + added.sampled, added.described
         forward = ForwardBatch(
-            token_ids=self._tensor(np.array(tokens)),
+            token_ids=self._tensor(token_ids),
             positions=self._tensor(positions),
-            slot_mapping=self._tensor(tables[owners, places] * self._block_size + offsets),
+            slot_mapping=self._tensor(places),
             block_tables=self._tensor(tables),
-            logit_rows=self._tensor(np.array(logit_rows + described_rows, dtype=np.int64)),
-            sequences=tuple(slices),
+            logit_rows=self._tensor(logit_rows),
+            slices=slices,
         )
         return StepBatch(forward, sampled, described)
 
     def _tensor(self, values: Integers) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+        tensor = torch.from_numpy(values)
+        return tensor if self._is_on_cpu else tensor.to(self._device)
 
-    def _write_table(self, sequence: Sequence) -> None:
-        done, blocks = sequence.blocks_in_table, sequence.block_table
-        self._table[sequence.slot, done : len(blocks)] = blocks[done:]
-        sequence.blocks_in_table = len(blocks)
+
+class _Pieces:
+    """What pieces add to a batch, whose rows are counted from its first one; theirs begin with `first_row`."""
+
+    def __init__(self, table: SlotTable, pieces: list[Piece], first_row: int) -> None:
+        self.sampled: list[Sequence] = []
+        self.described: list[tuple[Sequence, int]] = []
+        self._logit_rows: list[int] = []
+        self._described_rows: list[int] = []
+        tokens: list[int] = []
+        slices: list[tuple[int, int, int, int]] = []
+        slots = [piece.sequence.slot for piece in pieces if piece.sequence.slot is not None]
+        for piece, slot in zip(pieces, slots, strict=True):
+            sequence, start = piece.sequence, slot.computed
+            end, row = start + piece.count, first_row + len(tokens)
+            tokens += sequence.token_ids[start:end]
+            slices.append((row, piece.count, end, sequence.prompt_length))
+            self._want_logits(sequence, start, end, row)
+
+        self.token_ids: Integers = np.array(tokens)
+        self.slices: Integers = np.array(slices)
+        self.slots: Integers = np.array([slot.number for slot in slots])
+        self.logit_rows: Integers = np.array(self._logit_rows + self._described_rows, dtype=np.int64)
+        self.most_blocks = max(slot.room for slot in slots) // table.block_size
+        first_rows, counts, ends, _ = self.slices.T
+        owners = np.arange(len(pieces)).repeat(counts)
+        self.positions: Integers = (
+            np.arange(first_row, first_row + len(tokens)) + (ends - counts - first_rows)[owners]
+        )
+        blocks, offsets = np.divmod(self.positions, table.block_size)
+        self.places: Integers = table.blocks[self.slots[owners], blocks] * table.block_size + offsets
+
+    def _want_logits(self, sequence: Sequence, start: int, end: int, row: int) -> None:
+        """Of a sequence's tokens from `start` up to `end`, which stand in the batch from `row`."""
+        if end == len(sequence.token_ids) and sequence.embedding is None:
+            self.sampled.append(sequence)
+            self._logit_rows.append(row + end - start - 1)
+        if sequence.lacks_prompt_logprobs:
+            # A recomputed prompt may begin before the first position that is still to be described.
+            first = max(start, len(sequence.prompt_logprobs) - 1)
+            last = min(end, sequence.prompt_length - 1)
+            if last > first:
+                self.described.append((sequence, last - first))
+                self._described_rows += range(row + first - start, row + last - start)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -27,8 +30,9 @@ class ForwardBatch:
     """One step's input. Rows of a sequence are contiguous and in order of position; sequences never share a row.
 
     token_ids [rows] int64; positions [rows] int64; slot_mapping [rows] int64: where each row's key and value go, as
-    block * block_size + offset; block_tables [sequences, most_blocks] int64, padded with 0; logit_rows [samples] int64:
-    the rows whose logits are wanted.
+    block * block_size + offset; block_tables [sequences, most_blocks] int64, of which what lies behind a sequence's last
+    block means nothing, but is the number of a block; logit_rows [samples] int64: the rows whose logits are wanted;
+    slices [sequences, 4] int64, in the CPU's memory: each sequence's `SequenceSlice`.
     """
 
     token_ids: torch.Tensor
@@ -36,7 +40,12 @@ class ForwardBatch:
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
     logit_rows: torch.Tensor
-    sequences: tuple[SequenceSlice, ...]
+    slices: npt.NDArray[np.int64]
+
+    @cached_property
+    def sequences(self) -> tuple[SequenceSlice, ...]:
+        """The rows of `slices`."""
+        return tuple(map(SequenceSlice._make, self.slices.tolist()))
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ costs the interpreter a few assignments for each operation and the kernels one c
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from service.kernels import operations, structures
@@ -104,7 +104,7 @@ class NativeStep:
         self._table_users: dict[RopeConfig, list[structures.Rope]] = {rope: [] for rope in self._tables}
         self._kept_tables: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
         self._known_positions = 0
-        self._sequences = (structures.Sequence * 0)()
+        self._sequences = np.zeros(0, dtype=structures.Sequence)
         self._block_tables = torch.zeros(0, 0, dtype=torch.int64)
         self._parts: list[_Part] = [_Part()]
         self._lay_out()
@@ -150,19 +150,16 @@ class NativeStep:
         if is_larger:
             # Twice the need, so that this seldom happens.
             places = max(len(self._sequences), 2 * count)
-            self._sequences = (structures.Sequence * places)()
+            self._sequences = np.zeros(places, dtype=structures.Sequence)
             width = max(self._block_tables.shape[1], 2 * blocks)
             self._block_tables = torch.zeros(places, width, dtype=torch.int64)
         self._block_tables[:count, :blocks] = tables
-        longest = 0
-        for entry, each in zip(self._sequences, batch.sequences, strict=False):
-            entry.query_start = each.query_start
-            entry.query_length = each.query_length
-            entry.context_length = each.context_length
-            longest = max(longest, each.context_length)
+        for column, name in enumerate(("query_start", "query_length", "context_length")):
+            self._sequences[name][:count] = batch.slices[:, column]
+        longest = int(batch.slices[:, 2].max(initial=0))
         if is_larger or count != self._set_sequences:
             self._set_sequences = count
-            address, place = self._block_tables.data_ptr(), ctypes.addressof(self._sequences)
+            address, place = self._block_tables.data_ptr(), self._sequences.ctypes.data
             for attention in self._attentions:
                 attention.sequence_count = count
                 attention.sequences = place

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from numaserve.v1 import inference_pb2
-from service.engine.request import FinishReason, PositionLogprobs, RequestOutput, TokenLogprob
+from service.engine.request import FinishReason, PositionLogprobs, RequestOutput, RequestSummary, TokenLogprob
 from service.served_model import ServedModel
 from service.servicers.validation import CheckedRequest
 
@@ -18,21 +18,21 @@ FINISH_REASONS = {
 }
 
 
-def usage_of(output: RequestOutput) -> inference_pb2.Usage:
-    """The token counts of a request's last output."""
+def usage_of(summary: RequestSummary) -> inference_pb2.Usage:
+    """The token counts of a request that has ended."""
     return inference_pb2.Usage(
-        prompt_tokens=output.prompt_tokens,
-        completion_tokens=output.completion_tokens,
-        cached_tokens=output.cached_tokens,
+        prompt_tokens=summary.prompt_tokens,
+        completion_tokens=summary.completion_tokens,
+        cached_tokens=summary.cached_tokens,
     )
 
 
-def timings_of(output: RequestOutput) -> inference_pb2.Timings:
-    """The times of a request's last output, in milliseconds."""
+def timings_of(summary: RequestSummary) -> inference_pb2.Timings:
+    """The times of a request that has ended, in milliseconds."""
     return inference_pb2.Timings(
-        queued_ms=output.queued_seconds * 1e3,
-        first_token_ms=output.first_token_seconds * 1e3,
-        total_ms=output.total_seconds * 1e3,
+        queued_ms=summary.queued_seconds * 1e3,
+        first_token_ms=summary.first_token_seconds * 1e3,
+        total_ms=summary.total_seconds * 1e3,
     )
 
 
@@ -71,6 +71,7 @@ class AnswerWriter:
         for completion, parts in zip(completions, texts, strict=True):
             completion.text = "".join(parts)
         first, others = completions[0], completions[1:]
+        summary = outputs[-1].summary or RequestSummary()
         return inference_pb2.InferResponse(
             request_id=checked.engine_request.request_id,
             model=self.model.name,
@@ -81,8 +82,8 @@ class AnswerWriter:
             logprobs=first.logprobs,
             prompt_logprobs=self._positions(prompt_logprobs),
             others=others,
-            usage=usage_of(outputs[-1]),
-            timings=timings_of(outputs[-1]),
+            usage=usage_of(summary),
+            timings=timings_of(summary),
             served_by=self._served_by(outputs[-1]),
         )
 
@@ -105,9 +106,9 @@ class AnswerWriter:
             message.prompt_logprobs.extend(self._positions(output.prompt_logprobs))
         if first or output.request_finished:
             message.served_by.CopyFrom(self._served_by(output))
-        if output.request_finished:
-            message.usage.CopyFrom(usage_of(output))
-            message.timings.CopyFrom(timings_of(output))
+        if output.summary is not None:
+            message.usage.CopyFrom(usage_of(output.summary))
+            message.timings.CopyFrom(timings_of(output.summary))
         return message
 
     def _served_by(self, output: RequestOutput) -> inference_pb2.ServedBy:

@@ -6,7 +6,14 @@ import time
 from collections.abc import Sequence
 
 from numaserve.v1 import inference_pb2
-from service.engine.request import EmbeddingParams, EngineRequest, Pooling, RequestOutput, SamplingParams
+from service.engine.request import (
+    EmbeddingParams,
+    EngineRequest,
+    Pooling,
+    RequestOutput,
+    RequestSummary,
+    SamplingParams,
+)
 from service.served_model import ServedModel
 from service.servicers.errors import Violations
 from service.servicers.sampling import check_token_ids
@@ -63,17 +70,18 @@ def embed_response(
     request_id: str, model: ServedModel, outputs: Sequence[RequestOutput], served_by: inference_pb2.ServedBy
 ) -> inference_pb2.EmbedResponse:
     """The answer from the last output of each input's request."""
+    summaries = [output.summary or RequestSummary() for output in outputs]
     return inference_pb2.EmbedResponse(
         request_id=request_id,
         model=model.name,
         embeddings=[
-            inference_pb2.Embedding(values=output.embedding, prompt_tokens=output.prompt_tokens)
-            for output in outputs
+            inference_pb2.Embedding(values=summary.embedding, prompt_tokens=summary.prompt_tokens)
+            for summary in summaries
         ],
-        dimension=len(outputs[0].embedding),
+        dimension=len(summaries[0].embedding),
         usage=inference_pb2.Usage(
-            prompt_tokens=sum(output.prompt_tokens for output in outputs),
-            cached_tokens=sum(output.cached_tokens for output in outputs),
+            prompt_tokens=sum(summary.prompt_tokens for summary in summaries),
+            cached_tokens=sum(summary.cached_tokens for summary in summaries),
         ),
         served_by=served_by,
     )

@@ -22,6 +22,12 @@ _LONGEST_HELD_TOKENS = 16
 class Detokenizer(Protocol):
     """Turns pieces (vocabulary strings, special ones already left out) into text, in order."""
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing that came so far bears on the text of what comes: a piece that leaves it settled always has the
+        same text, and need not be pushed where that is known.
+        """
+
     def seed(self, pieces: Sequence[str]) -> None:
         """Takes what comes before the first piece; its text is not handed out."""
 
@@ -64,14 +70,14 @@ def _incomplete_tail(data: bytes) -> bytes:
 class ByteLevelDetokenizer:
     """Byte-level vocabularies (GPT-2, Llama 3, Qwen, SmolLM): UTF-8 over the joined bytes of all pieces.
 
-    `whole_texts` is shared by all detokenizers of a vocabulary: the texts of pieces that begin and end between
-    two characters, which need no decoding again where one character has ended.
+    It is settled between two characters.
     """
 
-    def __init__(self, whole_texts: dict[str, str]) -> None:
-        self._whole_texts = whole_texts
+    __slots__ = ("_utf8", "is_settled")
+
+    def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._between_characters = True
+        self.is_settled = True
 
     def seed(self, pieces: Sequence[str]) -> None:
         """See `Detokenizer`. Only a character that the pieces leave incomplete matters."""
@@ -81,27 +87,17 @@ class ByteLevelDetokenizer:
             if len(tail) >= 4:
                 break
         self._utf8.decode(tail)
-        self._between_characters = not self._utf8.getstate()[0]
+        self.is_settled = not self._utf8.getstate()[0]
 
     def push(self, piece: str) -> str:
         """See `Detokenizer`."""
-        if not self._between_characters:
-            return self._decode(piece)
-        text = self._whole_texts.get(piece)
-        if text is None:
-            text = self._decode(piece)
-            if self._between_characters:
-                self._whole_texts[piece] = text
+        text = self._utf8.decode(byte_level_bytes(piece))
+        self.is_settled = not self._utf8.getstate()[0]
         return text
 
     def finish(self) -> str:
         """See `Detokenizer`."""
         return self._utf8.decode(b"", final=True)
-
-    def _decode(self, piece: str) -> str:
-        text = self._utf8.decode(byte_level_bytes(piece))
-        self._between_characters = not self._utf8.getstate()[0]
-        return text
 
 
 @dataclass(frozen=True)
@@ -129,6 +125,11 @@ class ByteFallbackDetokenizer:
         self._meanings = meanings
         self._run = bytearray()
         self._to_strip = rules.strip_count
+
+    @property
+    def is_settled(self) -> bool:
+        """See `Detokenizer`."""
+        return not self._run and not self._to_strip
 
     def seed(self, pieces: Sequence[str]) -> None:
         """See `Detokenizer`. Whole characters of a byte run stay with the prompt; an incomplete one is
@@ -201,16 +202,16 @@ class JoinedDetokenizer:
     def __init__(self, first_piece: Callable[[str], str], later_piece: Callable[[str], str]) -> None:
         self._first_piece = first_piece
         self._later_piece = later_piece
-        self._is_first = True
+        self.is_settled = False
 
     def seed(self, pieces: Sequence[str]) -> None:
         """See `Detokenizer`."""
-        self._is_first = not pieces
+        self.is_settled = bool(pieces)
 
     def push(self, piece: str) -> str:
         """See `Detokenizer`."""
-        text = self._first_piece(piece) if self._is_first else self._later_piece(piece)
-        self._is_first = False
+        text = self._later_piece(piece) if self.is_settled else self._first_piece(piece)
+        self.is_settled = True
         return text
 
     def finish(self) -> str:
@@ -224,6 +225,8 @@ class WindowDetokenizer:
 
     Right for decoders whose text for a piece depends on a few pieces before it.
     """
+
+    is_settled = False
 
     def __init__(self, decode_pieces: Callable[[list[str]], str]) -> None:
         self._decode_pieces = decode_pieces
@@ -271,7 +274,6 @@ class DecoderRules:
         self._kinds = [step["type"] for step in self._steps]
         self._fallback = _byte_fallback_rules(self._steps)
         self._decode_pieces = decode_pieces
-        self._whole_texts: dict[str, str] = {}
         self._meanings: dict[str, int | str] = {}
 
     def detokenizer(self) -> Detokenizer:
@@ -279,7 +281,7 @@ class DecoderRules:
         if not self._steps:
             return JoinedDetokenizer(str, lambda piece: " " + piece)
         if self._kinds == ["ByteLevel"]:
-            return ByteLevelDetokenizer(self._whole_texts)
+            return ByteLevelDetokenizer()
         if self._kinds == ["Metaspace"]:
             return self._metaspace(self._steps[0])
         if self._fallback is not None:

@@ -79,9 +79,23 @@ class TextOutput:
     The texts of all tokens and of `finish` joined equal the decoded completion, cut at the first stop string.
     A token that ends the sequence adds its own text only with `include_stop_str_in_output`. The prompt is
     context: a blank that belongs between prompt and completion is kept. `end_ids` are the tokens that end the
-    sequence. `stop_reason` is the stop string that ended the text, if one did; `finish` may still find one in text
-    that it completes.
+    sequence; `has_ended` says that one of them or a stop string came. `stop_reason` is the stop string that ended the text,
+    if one did; `finish` may still find one in text that it completes.
     """
+
+    # A token so costs fewer lines of memory, which are seldom in a cache after a model has run.
+    __slots__ = (
+        "_detokenizer",
+        "_may_stop",
+        "_params",
+        "_settled_texts",
+        "_stops",
+        "_tokenizer",
+        "_tokens",
+        "end_ids",
+        "has_ended",
+        "stop_reason",
+    )
 
     def __init__(
         self,
@@ -99,8 +113,11 @@ class TextOutput:
         tail = tokenizer.pieces(prompt_token_ids[-_CONTEXT_TOKENS:], params.skip_special_tokens)
         # Where the tail has no text, it matters whether anything before it has.
         self._detokenizer.seed(tail or tokenizer.pieces(prompt_token_ids, params.skip_special_tokens))
+        self._settled_texts = tokenizer.settled_texts(params.skip_special_tokens)
         self._stops = StopStrings(params.stop)
+        self._may_stop = bool(params.stop)
         self._tokens = 0
+        self.has_ended = False
         self.stop_reason: str | None = None
 
     def append(self, token_id: int) -> str:
@@ -108,11 +125,14 @@ class TextOutput:
         complete and further tokens add nothing.
         """
         self._tokens += 1
-        if token_id in self.end_ids and not self._params.include_stop_str_in_output:
-            return ""
-        piece = self._tokenizer.piece(token_id, self._params.skip_special_tokens)
-        text = "" if piece is None else self._detokenizer.push(piece)
-        return self._cut(text) if self._params.stop else text
+        if token_id in self.end_ids:
+            self.has_ended = True
+            if not self._params.include_stop_str_in_output:
+                return ""
+        text = self._settled_texts.get(token_id) if self._detokenizer.is_settled else None
+        if text is None:
+            text = self._detokenized(token_id)
+        return self._cut(text) if self._may_stop else text
 
     def finish(self) -> str:
         """The rest of the text: what was held back, with U+FFFD for a character that stayed incomplete."""
@@ -121,11 +141,19 @@ class TextOutput:
         text = self._cut(self._detokenizer.finish())
         return text if self.stop_reason is not None else text + self._stops.finish()
 
+    def _detokenized(self, token_id: int) -> str:
+        was_settled = self._detokenizer.is_settled
+        piece = self._tokenizer.piece(token_id, self._params.skip_special_tokens)
+        text = "" if piece is None else self._detokenizer.push(piece)
+        if was_settled and self._detokenizer.is_settled:
+            self._settled_texts[token_id] = text
+        return text
+
     def _cut(self, text: str) -> str:
         if self.stop_reason is not None:
             return ""
         certain, stop = self._stops.feed(text, self._tokens > self._params.min_tokens)
         if stop is None:
             return certain
-        self.stop_reason = stop
+        self.stop_reason, self.has_ended = stop, True
         return certain if self._params.include_stop_str_in_output else certain[: -len(stop)]

@@ -38,6 +38,7 @@ class Tokenizer:
         decoder = backend.decoder
         spec = None if decoder is None else json.loads(decoder.__getstate__())
         self._rules = DecoderRules(spec, self._decode_pieces)
+        self._settled_texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> Tokenizer:
@@ -92,6 +93,12 @@ class Tokenizer:
         if skip_special_tokens and token_id in self._special_ids:
             return None
         return self._pieces.get(token_id)
+
+    def settled_texts(self, skip_special_tokens: bool) -> dict[int, str]:
+        """Where whoever feeds a detokenizer may look up and keep the text by which a token leads it from one settled state
+        to the next.
+        """
+        return self._settled_texts[skip_special_tokens]
 
     def pieces(self, token_ids: Iterable[int], skip_special_tokens: bool) -> list[str]:
         """The vocabulary strings of `token_ids`, without unknown ids and, if asked, special tokens."""

@@ -39,8 +39,8 @@ class Answering:
         if self.error is not None:
             raise self.error
         count = request.params.max_tokens - self.missing
-        chosen = [PositionLogprobs(TokenLogprob(1, self.logprob, 1), ())] * count
-        output = RequestOutput(request.request_id, token_ids=[1] * count, logprobs=chosen)
+        chosen = (PositionLogprobs(TokenLogprob(1, self.logprob, 1), ()),) * count
+        output = RequestOutput(request.request_id, token_ids=(1,) * count, logprobs=chosen)
         output.finish_reason = self.reason
         yield output
 

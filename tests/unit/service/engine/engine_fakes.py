@@ -63,6 +63,8 @@ def logits_after(history: tuple[int, ...]) -> torch.Tensor:
 
 
 class LetterDetokenizer:
+    is_settled = True
+
     def seed(self, pieces: list[str]) -> None:
         pass
 
@@ -79,6 +81,9 @@ class LetterTokenizer:
 
     def piece(self, token_id: int, skip_special_tokens: bool) -> str:  # noqa: ARG002
         return letter(token_id)
+
+    def settled_texts(self, skip_special_tokens: bool) -> dict[int, str]:  # noqa: ARG002
+        return {}
 
     def pieces(self, token_ids: tuple[int, ...], skip_special_tokens: bool) -> list[str]:  # noqa: ARG002
         return [letter(token_id) for token_id in token_ids]

@@ -90,7 +90,7 @@ async def test_streams_answer_with_the_clients_own_request_id(started):
     assert joined(outputs) == expected_greedy([1, 2], 6)
     assert {output.request_id for output in outputs} == {"r"}
     assert outputs[-1].request_finished
-    assert outputs[-1].completion_tokens == 6
+    assert outputs[-1].summary.completion_tokens == 6
 
 
 async def test_many_streams_at_once_also_of_one_request_id(started):
@@ -146,7 +146,7 @@ async def test_outputs_are_merged_when_the_consumer_lags(started):
         assert "".join(part.text for part in parts) == letters(joined(parts))
         assert [entry.chosen.token_id for part in parts for entry in part.logprobs] == joined(parts)
         assert parts[-1].finish_reason is FinishReason.LENGTH
-    assert outputs[-1].completion_tokens == 18
+    assert outputs[-1].summary.completion_tokens == 18
 
 
 async def test_closing_a_stream_frees_its_blocks_at_the_next_step(started):

@@ -64,8 +64,8 @@ def vectors(engine, *requests: EngineRequest) -> dict[str, list[float]]:
     found = {}
     while engine.has_work:
         for output in engine.step():
-            if output.embedding:
-                found[output.request_id] = output.embedding
+            if output.summary is not None and output.summary.embedding:
+                found[output.request_id] = output.summary.embedding
         engine.scheduler.check()
     assert engine.pool.free_count == engine.pool.num_blocks
     return found
@@ -161,8 +161,12 @@ def test_deadline_cancel_and_counts() -> None:
     assert causes == {"late": AbortCause.DEADLINE, "gone": AbortCause.CANCELLED}
     collector.run()
     last = collector.last["done"]
-    assert last.embedding == [4.5] * 4
-    assert (last.finish_reason, last.prompt_tokens, last.completion_tokens) == (FinishReason.STOP, 10, 0)
+    assert last.summary.embedding == [4.5] * 4
+    assert (last.finish_reason, last.summary.prompt_tokens, last.summary.completion_tokens) == (
+        FinishReason.STOP,
+        10,
+        0,
+    )
 
 
 def test_limits_apply() -> None:
@@ -187,7 +191,7 @@ def test_hidden_states_that_are_no_numbers_fail_their_request_alone() -> None:
     engine.add(embed("good", [1, 2]))
     collector = Collector(engine).run()
     assert collector.answers["bad", 0].stop_reason == AbortCause.ERROR
-    assert collector.last["good"].embedding
+    assert collector.last["good"].summary.embedding
 
 
 def test_mean_of_pieces_is_that_of_the_whole_bit_for_bit() -> None:

@@ -18,7 +18,7 @@ from engine_fakes import (
     run_alone,
 )
 
-from service.engine.request import FinishReason, QueueFull, RequestRejected
+from service.engine.request import FinishReason, QueueFull, RequestRejected, RequestSummary
 from service.engine.sequence import AbortCause
 
 
@@ -39,8 +39,7 @@ def test_greedy_answer_and_counts():
     assert answer.token_ids == expected_greedy([5, 6, 7], 4)
     assert answer.text == letters(answer.token_ids)
     assert answer.finish_reason is FinishReason.LENGTH
-    assert (last.prompt_tokens, last.completion_tokens, last.cached_tokens) == (3, 4, 0)
-    assert (last.queued_seconds, last.first_token_seconds, last.total_seconds) == (1.0, 1.0, 4.0)
+    assert last.summary == RequestSummary(3, 4, 0, 1.0, 1.0, 4.0)
     stats = engine.stats()
     assert (stats.requests, stats.prompt_tokens, stats.generated_tokens, stats.steps) == (1, 3, 4, 4)
     assert (stats.running, stats.waiting, stats.kv_blocks_free) == (0, 0, stats.kv_blocks_total)
@@ -195,7 +194,7 @@ def test_end_token_is_counted_and_has_no_text():
     assert answer.token_ids == expected_greedy(prompt, 3)
     assert answer.text == letters(answer.token_ids[:2])
     assert (answer.finish_reason, answer.stop_reason) == (FinishReason.STOP, "")
-    assert collector.last["r"].completion_tokens == 3
+    assert collector.last["r"].summary.completion_tokens == 3
 
 
 def test_ignored_end_token_is_text():
@@ -268,7 +267,11 @@ def test_deadline_passed_in_the_queue_drops_the_request_unrun():
     answer, last = collector.answers["waits", 0], collector.last["waits"]
     assert (answer.finish_reason, answer.stop_reason) == (FinishReason.ABORT, AbortCause.DEADLINE)
     assert answer.token_ids == []
-    assert (last.queued_seconds, last.total_seconds, last.completion_tokens) == (1.0, 1.0, 0)
+    assert (last.summary.queued_seconds, last.summary.total_seconds, last.summary.completion_tokens) == (
+        1.0,
+        1.0,
+        0,
+    )
     collector.run()
     assert engine.stats().prompt_tokens == 1
 
@@ -376,9 +379,9 @@ def test_prefix_hits_are_counted_and_at_least_one_token_is_computed():
     first = collect(engine, make_request("first", prompt, 2)).run()
     second = collect(engine, make_request("second", prompt, 2)).run()
     longer = collect(engine, make_request("longer", [*prompt, 50, 51], 2)).run()
-    assert first.last["first"].cached_tokens == 0
-    assert second.last["second"].cached_tokens == 8
-    assert longer.last["longer"].cached_tokens == 12
+    assert first.last["first"].summary.cached_tokens == 0
+    assert second.last["second"].summary.cached_tokens == 8
+    assert longer.last["longer"].summary.cached_tokens == 12
     assert engine.stats().cached_tokens == 20
     assert second.answers["second", 0].token_ids == first.answers["first", 0].token_ids
 
@@ -388,7 +391,7 @@ def test_answer_is_found_again_as_part_of_the_next_turn():
     prompt = list(range(10))
     answer = collect(engine, make_request("one", prompt, 7)).run().answers["one", 0].token_ids
     second = collect(engine, make_request("two", [*prompt, *answer, 5], 2)).run()
-    assert second.last["two"].cached_tokens == 16
+    assert second.last["two"].summary.cached_tokens == 16
 
 
 @pytest.mark.parametrize("order", [("", "a", "b"), ("a", "b", ""), ("b", "", "a")])
@@ -399,7 +402,7 @@ def test_adapters_do_not_share_prefixes(order):
         for name in order:
             request = make_request(f"{name}{turn}", prompt, 2, lora_name=name)
             last = collect(engine, request).run().last[request.request_id]
-            assert last.cached_tokens == cached
+            assert last.summary.cached_tokens == cached
 
 
 def test_adapter_of_new_content_under_an_old_name_finds_nothing():
@@ -410,7 +413,7 @@ def test_adapter_of_new_content_under_an_old_name_finds_nothing():
     collect(engine, make_request("r1", prompt, 2, lora_name="x")).run()
     contents["x"] = "two"
     last = collect(engine, make_request("r2", prompt, 2, lora_name="x")).run().last["r2"]
-    assert last.cached_tokens == 0
+    assert last.summary.cached_tokens == 0
 
 
 def test_other_weights_make_other_keys():
@@ -424,7 +427,7 @@ def test_without_prefix_caching_only_completions_of_one_request_share():
     prompt = list(range(20))
     collect(engine, make_request("one", prompt, 2)).run()
     collector = collect(engine, make_request("two", prompt, 2, n=2)).run()
-    assert collector.last["two"].cached_tokens == 0
+    assert collector.last["two"].summary.cached_tokens == 0
     assert computed_tokens(engine._model) == 20 + 1 + (20 + 1) + (4 + 1)
 
 
@@ -446,8 +449,8 @@ def test_completions_share_the_prompts_blocks():
     collector.run()
     answers = [collector.answers["r", index].token_ids for index in range(3)]
     assert len({tuple(answer) for answer in answers}) == 3
-    assert collector.last["r"].completion_tokens == 18
-    assert collector.last["r"].cached_tokens == 0
+    assert collector.last["r"].summary.completion_tokens == 18
+    assert collector.last["r"].summary.cached_tokens == 0
 
 
 def test_evicted_prefix_is_computed_again():
@@ -457,7 +460,7 @@ def test_evicted_prefix_is_computed_again():
     collect(engine, make_request("other", [40] * 30, 2)).run()
     assert engine.pool.evictions > 0
     two = collect(engine, make_request("two", prompt, 2)).run()
-    assert two.last["two"].cached_tokens == 0
+    assert two.last["two"].summary.cached_tokens == 0
     assert two.answers["two", 0].token_ids == one.answers["one", 0].token_ids
 
 

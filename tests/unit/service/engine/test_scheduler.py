@@ -1,13 +1,15 @@
 """The scheduler without a model: random loads, every invariant checked after each step, and chosen cases."""
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from service.engine.block_pool import BlockPool, root_hash
-from service.engine.scheduler import Scheduler
+from service.engine.scheduler import Scheduled, Scheduler
 from service.engine.sequence import Sequence
+from service.engine.step_batch import StepBatcher
 
 BLOCK = 4
 
@@ -16,11 +18,18 @@ def make_sequence(number: int, prompt: list[int], *, turn: float = 0.0) -> Seque
     return Sequence(str(number), (turn, number, 0), tuple(prompt), root_hash("k"), None, None)
 
 
+def counts_of(scheduled: Scheduled) -> dict[Sequence, int]:
+    """How many tokens of each sequence a step computes, in the order of the batch."""
+    counts = dict.fromkeys(scheduled.generating.sequences, 1)
+    return counts | {piece.sequence: piece.count for piece in scheduled.pieces}
+
+
 class Driver:
     """Plays the engine: runs what is scheduled, appends tokens, ends sequences at their target length."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        self.batcher = StepBatcher(scheduler.slots, torch.device("cpu"))
         self.target: dict[Sequence, int] = {}
         self.finished: list[Sequence] = []
         self.admitted: list[Sequence] = []
@@ -39,10 +48,16 @@ class Driver:
         preemptions = scheduler.preemptions
         scheduled = scheduler.schedule()
         self._check(scheduled, first)
+        self._check_batch(scheduled)
         assert not scheduler.admitted or scheduler.preemptions == preemptions, "freed blocks went elsewhere"
-        for piece in scheduled:
-            scheduler.computed([piece])
-            sequence = piece.sequence
+        scheduler.computed_last(scheduled.generating)
+        for sequence in scheduled.generating.sequences:
+            assert sequence.remaining == 0
+        completed = scheduler.computed(scheduled.pieces)
+        assert completed == [
+            p.sequence for p in scheduled.pieces if p.sequence.num_computed == p.sequence.prompt_length
+        ]
+        for sequence in (*scheduled.generating.sequences, *(p.sequence for p in scheduled.pieces)):
             if sequence.remaining == 0:
                 sequence.token_ids.append((sequence.token_ids[-1] * 7 + len(sequence.token_ids)) % 50)
                 if len(sequence.token_ids) >= self.target[sequence]:
@@ -52,20 +67,43 @@ class Driver:
 
     def _check(self, scheduled, first) -> None:
         scheduler = self.scheduler
-        assert scheduled, "work waits and nothing is scheduled"
-        assert sum(piece.count for piece in scheduled) <= scheduler.max_batch_tokens
-        assert len({piece.sequence for piece in scheduled}) == len(scheduled) <= scheduler.max_sequences
-        assert len({s.slot for s in scheduler.running}) == len(scheduler.running)
+        counts = counts_of(scheduled)
+        assert counts, "work waits and nothing is scheduled"
+        assert sum(counts.values()) <= scheduler.max_batch_tokens
+        assert len(scheduled.generating.sequences) + len(scheduled.pieces) == len(counts)
+        assert len(counts) <= scheduler.max_sequences
         assert first is None or first in scheduler.running, "the first in order was preempted"
-        for piece in scheduled:
-            assert 1 <= piece.count <= piece.sequence.remaining
-            assert piece.sequence.num_computed + piece.count <= len(piece.sequence.block_table) * BLOCK
-        served = {piece.sequence for piece in scheduled}
-        assert all(s in served for s in scheduler.running if s.remaining == 1), "one was left out"
+        for sequence, count in counts.items():
+            assert 1 <= count <= sequence.remaining
+            assert sequence.num_computed + count <= len(sequence.block_table) * BLOCK
+        others = {piece.sequence for piece in scheduled.pieces}
+        assert scheduled.generating.sequences == [
+            s for s in scheduler.running if s.generates and s not in others
+        ], "one was left out"
         for sequence in scheduler.admitted:
             self.admitted.append(sequence)
             assert all(sequence.order < other.order for other in scheduler.waiting), "somebody was overtaken"
         assert not any(s.block_table for s in scheduler.waiting)
+
+    def _check_batch(self, scheduled) -> None:
+        """The batch that is made of columns is the one that each sequence's own state asks for."""
+        step = self.batcher.build(scheduled.generating, scheduled.pieces)
+        batch, row = step.forward, 0
+        sampled = []
+        for number, (sequence, count) in enumerate(counts_of(scheduled).items()):
+            start, end, blocks = sequence.num_computed, sequence.num_computed + count, sequence.block_table
+            assert batch.sequences[number] == (row, count, end, sequence.prompt_length)
+            rows = slice(row, row + count)
+            assert batch.token_ids[rows].tolist() == sequence.token_ids[start:end]
+            assert batch.positions[rows].tolist() == list(range(start, end))
+            slots = [blocks[place // BLOCK] * BLOCK + place % BLOCK for place in range(start, end)]
+            assert batch.slot_mapping[rows].tolist() == slots
+            assert batch.block_tables[number, : len(blocks)].tolist() == blocks
+            row += count
+            if end == len(sequence.token_ids):
+                sampled.append((sequence, row - 1))
+        assert row == len(batch.token_ids) == len(batch.positions) == len(batch.slot_mapping)
+        assert list(zip(step.sampled, batch.logit_rows.tolist(), strict=True)) == sampled
 
 
 class RandomLoad(RuleBasedStateMachine):
@@ -123,7 +161,11 @@ class RandomLoad(RuleBasedStateMachine):
         assert set(known) == self.driver.target.keys()
         assert [s.order for s in scheduler.running] == sorted(s.order for s in scheduler.running)
         assert [s.order for s in scheduler.waiting] == sorted(s.order for s in scheduler.waiting)
-        assert len({s.slot for s in scheduler.running}) == len(scheduler.running) <= scheduler.max_sequences
+        assert (
+            len({s.slot.number for s in scheduler.running})
+            == len(scheduler.running)
+            <= scheduler.max_sequences
+        )
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):

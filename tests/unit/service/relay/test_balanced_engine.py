@@ -86,13 +86,8 @@ async def test_a_relayed_answer_equals_a_direct_one_and_says_who_served(pair: Pa
     for index in (0, 1):
         assert joined(relayed, index) == joined(direct, index) == "hello"
     last, expected = relayed[-1], direct[-1]
-    assert (last.request_finished, last.prompt_tokens, last.completion_tokens, last.cached_tokens) == (
-        expected.request_finished,
-        expected.prompt_tokens,
-        expected.completion_tokens,
-        expected.cached_tokens,
-    )
-    assert last.total_seconds == expected.total_seconds
+    assert last.request_finished
+    assert last.summary == expected.summary
     assert pair.board.placed(1) == 0
 
 

@@ -10,6 +10,7 @@ from service.engine.request import (
     QueueFull,
     RequestOutput,
     RequestRejected,
+    RequestSummary,
     SamplingParams,
     StructuredKind,
     StructuredOutput,
@@ -37,13 +38,10 @@ OUTPUT = RequestOutput(
     "r",
     1,
     "é",
-    [5],
-    [PositionLogprobs(TokenLogprob(5, -0.5, 1), ())],
+    (5,),
+    (PositionLogprobs(TokenLogprob(5, -0.5, 1), ()),),
     finish_reason=FinishReason.STOP,
-    request_finished=True,
-    prompt_tokens=3,
-    cached_tokens=2,
-    total_seconds=0.25,
+    summary=RequestSummary(prompt_tokens=3, cached_tokens=2, total_seconds=0.25),
 )
 MESSAGES = [Hello(WorkerIdentity(1, 2, "node0", (0,))), Submit(0, REQUEST), Cancel(3), Output(0, OUTPUT)]
 

@@ -170,7 +170,7 @@ async def test_an_answer_that_the_engine_cut_short_is_no_success(client, engine,
 
 
 async def test_an_engine_that_never_finishes_is_an_internal_error(client, engine):
-    engine._outputs = lambda request: [RequestOutput(request.request_id, text="a", token_ids=[97])]
+    engine._outputs = lambda request: [RequestOutput(request.request_id, text="a", token_ids=(97,))]
     assert (await failure(client.infer("hi"))).code is grpc.StatusCode.INTERNAL
 
 
@@ -242,7 +242,7 @@ class TestStalledClient:
     async def test_an_abandoned_stream_frees_its_request(self, server, engine, caplog):
         # More than a client's flow-control window holds, to a client that reads one part and no more.
         engine._outputs = lambda request: [
-            RequestOutput(request.request_id, text="x" * 100_000, token_ids=[120]) for _ in range(1000)
+            RequestOutput(request.request_id, text="x" * 100_000, token_ids=(120,)) for _ in range(1000)
         ]
         channel = grpc.aio.insecure_channel(server.addresses[0])
         call = inference_pb2_grpc.InferenceStub(channel).InferStream(

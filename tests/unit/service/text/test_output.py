@@ -82,6 +82,18 @@ def test_bytes_in_any_order_join_to_the_full_decode(
         assert "".join(stream(tokenizer, ids)[0]) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("kind", sorted(tiny_tokenizers.ALL_KINDS))
+def test_texts_kept_of_other_streams_change_nothing(kind: str, skip_special_tokens: bool) -> None:
+    generator, backend = random.Random(kind), tiny_tokenizers.ALL_KINDS[kind]()
+    shared = Tokenizer(backend, {}, None)
+    for _ in range(30):
+        # Few tokens, so that most were met before: within a character and between two, first and later.
+        token_ids = [generator.randrange(min(shared.vocab_size, 40)) for _ in range(60)]
+        wanted = stream(Tokenizer(backend, {}, None), token_ids, skip_special_tokens=skip_special_tokens)
+        assert stream(shared, token_ids, skip_special_tokens=skip_special_tokens) == wanted
+
+
 @pytest.mark.parametrize("prompt", ["The quick brown", "你好", "fox 😀", "", "🦄"])
 @pytest.mark.parametrize("text", ["The dog", "  two", "🦄🦄 x", "龘", "\ufffd"])
 @pytest.mark.parametrize("kind", sorted(tiny_tokenizers.ALL_KINDS))
