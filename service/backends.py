@@ -12,8 +12,8 @@ from service.models.weights import WeightPlan
 log = logging.getLogger("numaserve.launcher")
 
 BACKENDS = ("auto", "cpu", "torch")
-# The words of a segment's manifest for how its matrices lie. Another order of packed.h gets another name, so that a program which is
-# upgraded in place does not take over what it would misread.
+# The words of a segment's manifest for how its matrices lie. A new order in packed.h gets a new name, so that a program
+# which is upgraded in place does not take over what it would misread.
 ROWS = "plain"
 PANELS = "panels-2"
 

@@ -109,8 +109,8 @@ def rotate_and_cache(
     """Splits qkv [rows, (heads + 2 kv_heads) * head_dim]: norms and rotates queries into query [rows, heads * head_dim],
     norms and rotates keys into the cache, and copies values there.
 
-    keys, values [blocks, block_size, kv_heads, head_dim] of one layer, in the order of cache.h; slots [rows] int64 as block * block_size + offset,
-    where a negative one writes nothing; cosine, sine [table rows, rotary_dim / 2] float32, at positions [rows] int64 (None:
+    keys, values [blocks, block_size, kv_heads, head_dim] of one layer, in the order of cache.h; slots [rows] int64 as
+    block * block_size + offset, where a negative one writes nothing; cosine, sine [table rows, rotary_dim / 2] float32, at positions [rows] int64 (None:
     row for row); query_norm, key_norm [head_dim]. `interleaved` pairs neighbours, otherwise halves are paired.
     """
     rows = len(qkv)
@@ -170,7 +170,8 @@ def paged_attention(
 ) -> Operation:
     """Causal attention of query [rows, heads * head_dim] over a paged cache, into out of the same shape.
 
-    keys, values [blocks, block_size, kv_heads, head_dim] of one layer, in the order of cache.h; block_tables [sequences, most blocks] int64;
+    keys, values [blocks, block_size, kv_heads, head_dim] of one layer, in the order of cache.h;
+    block_tables [sequences, most blocks] int64;
     sequences as (query_start, query_length, context_length); `window` counts the query itself. Rows of no sequence keep what
     `out` holds.
     """
