@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
