@@ -111,7 +111,8 @@ def rotate_and_cache(
 
     keys, values [blocks, block_size, kv_heads, head_dim] of one layer, in the order of cache.h; slots [rows] int64 as
     block * block_size + offset, where a negative one writes nothing; cosine, sine [table rows, rotary_dim / 2] float32,
-    at positions [rows] int64 (None: row for row); query_norm, key_norm [head_dim]. `interleaved` pairs neighbours, otherwise halves are paired.
+    at positions [rows] int64 (None: row for row); query_norm, key_norm [head_dim]. `interleaved` pairs neighbours, otherwise
+    halves are paired.
     """
     rows = len(qkv)
     blocks, block_size, kv_heads, head_dim = _cache(keys, values)
