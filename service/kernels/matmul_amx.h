@@ -1,8 +1,9 @@
 // Matrix products of bf16 by bf16, and by integers with a scale for each output, which bf16 holds exactly, on tile registers
 // (Intel SDM, chapter 18 of volume 1). Included after matmul.h.
 //
-// An output is one chain over k, 32 columns to a step, whose order the instruction fixes for each row of a tile alone; other types
-// go the common way. Which of the two ways a product goes is decided by its types, never by its number of rows.
+// An output is one chain over steps of 32 columns; within a step the even and the odd columns are chains of their own, begun at zero
+// and added up at the end. The instruction fixes that for each row of a tile alone, and vectors repeat it for one row of integers,
+// which need not be written down for tiles then. Other types go the common way: types decide that, never the number of rows.
 #pragma once
 
 #include "matmul.h"
@@ -237,11 +238,76 @@ inline void run_last_rows(const Team& team, Product& product, const Inputs& inpu
     }
 }
 
+// Tiles take and give numbers too small for their exponents as zero.
+class FlushToZero {
+   public:
+    FlushToZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040U); }
+    ~FlushToZero() { _mm_setcsr(before_); }
+
+   private:
+    unsigned before_;
+};
+
+// One row, fp32 and padded to whole steps, times kPanels panels of integers.
+template <int kPanels>
+inline void multiply_row(const float* row, const unsigned char* weights, const packed::Layout& layout, simd::V (&totals)[kPanels]) {
+    const FlushToZero flush;
+    for (int p = 0; p < kPanels; ++p) {
+        totals[p] = simd::zero();
+    }
+    for (int64_t begin = 0; begin < layout.pairs; begin += kTilePairs) {
+        simd::V even[kPanels], odd[kPanels];
+        for (int p = 0; p < kPanels; ++p) {
+            even[p] = odd[p] = simd::zero();
+        }
+        const int64_t end = least(begin + kTilePairs, layout.pairs);
+        for (int64_t pair = begin; pair < end; ++pair) {
+            const simd::V first = simd::splat(row[2 * pair]), second = simd::splat(row[2 * pair + 1]);
+#pragma GCC unroll 4
+            for (int p = 0; p < kPanels; ++p) {
+                const unsigned char* at = weights + p * layout.panel_bytes + pair * layout.pair_bytes;
+                simd::prefetch(at + matmul::kPrefetchBytes / kPanels);
+                even[p] = simd::fma(first, simd::load_i8(at), even[p]);
+                odd[p] = simd::fma(second, simd::load_i8(at + layout.pair_bytes / 2), odd[p]);
+            }
+        }
+        for (int p = 0; p < kPanels; ++p) {
+            totals[p] = simd::add(totals[p], simd::add(even[p], odd[p]));
+        }
+    }
+}
+
+template <int kPanels>
+inline void finish_row(const numaserve_matmul& m, const packed::Layout& layout, const float* row, int64_t panel) {
+    simd::V totals[kPanels];
+    const auto* data = static_cast<const unsigned char*>(m.weight.data);
+    multiply_row(row, data + panel * layout.panel_bytes, layout, totals);
+    for (int p = 0; p < kPanels; ++p) {
+        matmul::finish(m, totals[p], packed::panel_scales(m.weight, layout, panel + p), 0, panel + p);
+    }
+}
+
+inline void run_single_row(const Team& team, const numaserve_matmul& m, const packed::Layout& layout) {
+    auto* row = reinterpret_cast<float*>(team.own);
+    matmul::widen_rows(m.x, 0, {0, 1}, m.weight.columns, 2 * layout.pairs, row);
+    const Range mine = numaserve::share(layout.panels, team.index, team.size);
+    int64_t panel = mine.begin;
+    for (; panel + 4 <= mine.end; panel += 4) {
+        finish_row<4>(m, layout, row, panel);
+    }
+    for (; panel < mine.end; ++panel) {
+        finish_row<1>(m, layout, row, panel);
+    }
+}
+
 inline void run(const Team& team, const numaserve_matmul& m) {
     if (!applies(m)) {
         return numaserve::avx512_kernels().matmul(team, m);
     }
     const packed::Layout layout = packed::layout_of(m.weight);
+    if (has_integers(m) && m.rows == 1) {
+        return run_single_row(team, m, layout);
+    }
     Product product(m, layout, team.own);
     const int64_t chunk = in_place(m) ? m.rows : kChunkRows;
     for (int64_t first = 0; first < m.rows; first += chunk) {
