@@ -60,6 +60,7 @@ class AsyncEngine:
         self._no_streams.set()
         self._arrivals: list[tuple[EngineRequest, Grammar | None]] = []
         self._aborts: list[tuple[str, AbortCause]] = []
+        self._made: tuple[list[RequestOutput], list[tuple[str, Exception]]] = [], []
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -162,6 +163,7 @@ class AsyncEngine:
                 self._step()
         except BaseException as error:
             logger.exception("the engine failed")
+            self._hand_over()
             self._call_loop(self._fail, error)
 
     def _wait_for_work(self) -> bool:
@@ -192,10 +194,23 @@ class AsyncEngine:
                 refused.append((request.request_id, error))
         for key, cause in aborts:
             self._engine.abort(key, cause)
-        outputs = self._engine.step()
+        outputs = self._engine.step(self._hand_over)
+        self._hand_over()
+        self._made = outputs, refused
+        if not self._is_wanted():
+            self._hand_over()
+        self._report()
+
+    def _hand_over(self) -> None:
+        """Gives the loop what the last step made.
+
+        While the next step's model runs, if there is one: before, the loop's thread would take the interpreter from the
+        engine's just when neither the model nor anything else can run without it.
+        """
+        outputs, refused = self._made
+        self._made = [], []
         if outputs or refused:
             self._call_loop(self._deliver, outputs, refused)
-        self._report()
 
     def _report(self) -> None:
         if self._on_stats is not None:

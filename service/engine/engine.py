@@ -112,10 +112,11 @@ class Engine:
         """Ends a request, if it is known, and frees its blocks; the next step returns its last outputs."""
         self._outputs += self._book.abort(request_id, cause)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, before_model: Callable[[], None] = lambda: None) -> list[RequestOutput]:
         """Runs the model once over whatever is scheduled and returns what that added.
 
-        An exception leaves no request in a state that could go on.
+        `before_model` is called when only the model's operations are next, if they are: other threads may well have the
+        interpreter from there on. An exception leaves no request in a state that could go on.
         """
         now = self._clock()
         outputs, self._outputs = self._outputs + self._book.abort_overdue(now), []
@@ -130,14 +131,17 @@ class Engine:
         if embedding:
             pieces = [piece for piece in pieces if piece.sequence.embedding is None]
         if generating.sequences or pieces:
-            outputs += self._generate(generating, pieces)
+            outputs += self._generate(generating, pieces, before_model)
         if embedding:
             outputs += self._embed(embedding)
         self._steps += 1
         return outputs
 
-    def _generate(self, generating: Generating, pieces: list[Piece]) -> list[RequestOutput]:
+    def _generate(
+        self, generating: Generating, pieces: list[Piece], before_model: Callable[[], None]
+    ) -> list[RequestOutput]:
         step = self._batcher.build(generating, pieces)
+        before_model()
         logits = self._model.forward(step.forward, self._cache)
         self.scheduler.computed_last(generating)
         for sequence in self.scheduler.computed(pieces):

@@ -314,6 +314,30 @@ async def test_failed_step_ends_all_streams_and_is_reported(started):
         await anext(running.generate(make_request("late", [1])))
 
 
+async def test_what_a_step_made_comes_although_the_next_one_fails(started):
+    model = HashModel()
+    model.fail_at_step = 2
+    running = started(make_engine(model=model))
+    outputs = []
+    with pytest.raises(EngineUnavailable, match="the model broke"):
+        async for output in running.generate(make_request("a", [1, 2, 3], 5)):
+            outputs.append(output)
+    assert len(joined(outputs)) == 1
+
+
+async def test_a_step_is_handed_over_while_the_next_one_computes(started):
+    model = GatedModel()
+    running = started(make_engine(model=model))
+    async with aclosing(running.generate(make_request("a", [1, 2, 3], 3))) as outputs:
+        first = asyncio.ensure_future(anext(outputs))
+        await asyncio.to_thread(model.entered.acquire)
+        await model.let(1)
+        # The model holds the second step.
+        assert len((await first).token_ids) == 1
+        model.open()
+        assert [len(output.token_ids) async for output in outputs]
+
+
 async def test_corrupt_pool_is_found_while_idle(started):
     engine = make_engine()
     fatal = asyncio.get_running_loop().create_future()
