@@ -319,9 +319,13 @@ async def test_what_a_step_made_comes_although_the_next_one_fails(started):
     model.fail_at_step = 2
     running = started(make_engine(model=model))
     outputs = []
-    with pytest.raises(EngineUnavailable, match="the model broke"):
+
+    async def read() -> None:
         async for output in running.generate(make_request("a", [1, 2, 3], 5)):
             outputs.append(output)
+
+    with pytest.raises(EngineUnavailable, match="the model broke"):
+        await read()
     assert len(joined(outputs)) == 1
 
 
