@@ -191,10 +191,6 @@ class UnitAttention {
         return own.end - own.begin == kBlock;
     }
 
-    cache::Places places(const Unit& unit, int64_t position) const {
-        return {cache_, op_.block_tables + unit.sequence * op_.table_stride, unit.kv_head, position};
-    }
-
     void find_rows(const Unit& unit, int64_t start, BlockRows& rows) const {
         const auto* key_cache = static_cast<const unsigned char*>(op_.keys);
         const auto* value_cache = static_cast<const unsigned char*>(op_.values);

@@ -15,10 +15,21 @@ namespace matmul {
 inline numaserve::ScratchSize float_scratch(const numaserve_matmul& m) {
     const packed::Layout layout = packed::layout_of(m.weight);
     const int64_t rows = least(rows_per_chunk(m, layout), m.rows);
-    const int64_t tile_rows = rows_per_block(most(2 * layout.pairs, 1)) + kMostRows;
-    const int64_t sums = tile_rows * kMostPanels * kPanel;
-    const int64_t widened = kMostPanels * kWidenedPairs * 32;
-    return {needs_widening(m) ? static_cast<size_t>(rows * layout.pairs * 8) : 0, static_cast<size_t>((sums + widened) * 4)};
+    const int64_t shared = needs_widening(m) ? rows * layout.pairs * 8 : 0;
+    const int64_t own = BlockProduct::bytes(rows_per_block(most(2 * layout.pairs, 1)) + kMostRows);
+    return {static_cast<size_t>(shared), static_cast<size_t>(own)};
+}
+
+// Calls function(first row, rows, first panel, end) for each part of this thread's share of blocks of `block` rows by all panels.
+template <class Function>
+inline void for_each_share(const Team& team, const packed::Layout& layout, int64_t rows, int64_t block, Function function) {
+    const Range mine = numaserve::share(blocks_of(rows, block) * layout.panels, team.index, team.size);
+    for (int64_t unit = mine.begin; unit < mine.end;) {
+        const int64_t row = unit / layout.panels * block, panel = unit % layout.panels;
+        const int64_t panels = least(layout.panels - panel, mine.end - unit);
+        function(row, least(block, rows - row), panel, panel + panels);
+        unit += panels;
+    }
 }
 
 inline void run_floats(const Team& team, const numaserve_matmul& m) {
@@ -41,19 +52,14 @@ inline void run_floats(const Team& team, const numaserve_matmul& m) {
             a = widened;
         }
         const int64_t block = even_block(rows, most(2 * layout.pairs, 1));
-        const Range mine = numaserve::share(blocks_of(rows, block) * layout.panels, team.index, team.size);
-        for (int64_t unit = mine.begin; unit < mine.end;) {
-            const int64_t row = unit / layout.panels * block;
-            const int64_t panel = unit % layout.panels;
-            const int64_t panels = least(layout.panels - panel, mine.end - unit);
-            product.run(a + row * a_stride, a_stride, first + row, least(block, rows - row), panel, panel + panels);
-            unit += panels;
-        }
+        for_each_share(team, layout, rows, block, [&](int64_t row, int64_t count, int64_t panel, int64_t end) {
+            product.run(a + row * a_stride, a_stride, first + row, count, panel, end);
+        });
     }
 }
 
 #if defined(NUMASERVE_PAIR_PRODUCTS)
-inline bool goes_in_integers(const packed::Layout& layout) { return layout.groups > 0; }
+inline bool goes_in_integers(const numaserve_matmul& m, const packed::Layout& layout) { return m.rows > 0 && layout.groups > 0; }
 
 // For each thread: a row in fp32 and what its product needs, then a block of rounded rows.
 struct IntegerScratch {
@@ -64,7 +70,7 @@ struct IntegerScratch {
 
     explicit IntegerScratch(const numaserve_matmul& m, const packed::Layout& layout)
         : row(blocks_of(2 * layout.pairs, kPanel) * kPanel * 4),
-          product((kMostRows * kMostPanels * kPanel + kMostPanels * kWidenedPairs * 32) * 4),
+          product(BlockProduct::bytes(1)),
           block_rows(least(even_block(m.rows, most(2 * layout.pairs, 1)), m.rows)),
           integers(IntegerProduct::bytes(layout, m.weight.group != 0, block_rows)) {}
 };
@@ -74,29 +80,23 @@ inline void run_integers(const Team& team, const numaserve_matmul& m, const pack
     auto* row = reinterpret_cast<float*>(team.own);
     BlockProduct floats(m, layout, team.own + scratch.row);
     IntegerProduct product(m, layout, team.own + scratch.row + scratch.product);
-    const int64_t block = scratch.block_rows;
-    const Range mine = numaserve::share(blocks_of(m.rows, block) * layout.panels, team.index, team.size);
-    for (int64_t unit = mine.begin; unit < mine.end;) {
-        const int64_t first = unit / layout.panels * block, rows = least(block, m.rows - first);
-        const int64_t panel = unit % layout.panels;
-        const int64_t panels = least(layout.panels - panel, mine.end - unit);
+    for_each_share(team, layout, m.rows, scratch.block_rows, [&](int64_t first, int64_t rows, int64_t panel, int64_t end) {
         product.take_rows(first, rows);
-        product.run(panel, panel + panels);
+        product.run(panel, end);
         for (int64_t r = 0; r < rows && !product.all_finite(); ++r) {
             if (!product.is_finite(r)) {
                 widen_rows(m.x, first + r, {0, 1}, m.weight.columns, 2 * layout.pairs, row);
-                floats.run(row, 2 * layout.pairs, first + r, 1, panel, panel + panels);
+                floats.run(row, 2 * layout.pairs, first + r, 1, panel, end);
             }
         }
-        unit += panels;
-    }
+    });
 }
 #endif
 
 inline numaserve::ScratchSize scratch(const numaserve_matmul& m) {
 #if defined(NUMASERVE_PAIR_PRODUCTS)
     const packed::Layout layout = packed::layout_of(m.weight);
-    if (m.rows > 0 && goes_in_integers(layout)) {
+    if (goes_in_integers(m, layout)) {
         const IntegerScratch bytes(m, layout);
         return {0, static_cast<size_t>(bytes.row + bytes.product + bytes.integers)};
     }
@@ -107,11 +107,8 @@ inline numaserve::ScratchSize scratch(const numaserve_matmul& m) {
 inline void run(const Team& team, const numaserve_matmul& m) {
 #if defined(NUMASERVE_PAIR_PRODUCTS)
     const packed::Layout layout = packed::layout_of(m.weight);
-    if (goes_in_integers(layout)) {
-        if (m.rows > 0) {
-            run_integers(team, m, layout);
-        }
-        return;
+    if (goes_in_integers(m, layout)) {
+        return run_integers(team, m, layout);
     }
 #endif
     run_floats(team, m);

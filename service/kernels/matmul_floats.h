@@ -309,6 +309,12 @@ class BlockProduct {
           widened_(reinterpret_cast<float*>(own)),
           sums_(widened_ + kMostPanels * kWidenedPairs * 32) {}
 
+    // Memory for each thread, for blocks of so many rows.
+    static int64_t bytes(int64_t rows) {
+        const int64_t sums = blocks_of(rows, kMostRows) * kMostRows * kMostPanels * kPanel;
+        return (sums + kMostPanels * kWidenedPairs * 32) * 4;
+    }
+
     // a: the block's rows in fp32; first_row: the first of them in the matrix.
     void run(const float* a, int64_t a_stride, int64_t first_row, int64_t rows, int64_t begin, int64_t end) {
         const int64_t tiles = blocks_of(rows, kMostRows);

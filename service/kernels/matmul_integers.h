@@ -66,14 +66,14 @@ inline bool round_row(const numaserve_array& x, int64_t from, int64_t columns, i
 
 struct Int8Pairs {
     static constexpr int kPairs = 1;
-    static constexpr int64_t kBytes = 32;
+    static constexpr int64_t kBytes = Int8Source::kPairBytes;
     static constexpr bool kHasZeros = false;
     static simd::Integers pair(const unsigned char* p, int) { return simd::load_pairs_i8(p); }
 };
 
 struct Int4Pairs {
     static constexpr int kPairs = packed::kInt4Pairs;
-    static constexpr int64_t kBytes = 64;
+    static constexpr int64_t kBytes = packed::kInt4Bytes;
     static constexpr bool kHasZeros = true;
     static simd::Integers pair(const unsigned char* p, int j) { return simd::nibbles(simd::load_integers(p), j); }
 };
@@ -225,9 +225,8 @@ class IntegerProduct {
 
     void run(int64_t begin, int64_t end) {
         const int64_t tiles = blocks_of(rows_, kMostRows);
+        const int64_t step = tiles == 1 ? layout_.pairs : most(kIntegerBlockPairs / block_pairs_, 1) * block_pairs_;
         for (int64_t panel = begin; panel < end; ++panel) {
-            const int64_t whole = most(kIntegerBlockPairs / block_pairs_, 1) * block_pairs_;
-            const int64_t step = tiles == 1 ? layout_.pairs : whole;
             for (int64_t pair = 0; pair < layout_.pairs; pair += step) {
                 run_columns(panel, pair, least(step, layout_.pairs - pair), tiles);
             }
