@@ -115,7 +115,7 @@ class Engine:
     def step(self, before_model: Callable[[], None] = lambda: None) -> list[RequestOutput]:
         """Runs the model once over whatever is scheduled and returns what that added.
 
-        `before_model` is called when only the model's operations are next, if they are: other threads may well have the
+        `before_model` is called whenever only the model's operations are next: other threads may well have the
         interpreter from there on. An exception leaves no request in a state that could go on.
         """
         now = self._clock()
@@ -133,7 +133,7 @@ class Engine:
         if generating.sequences or pieces:
             outputs += self._generate(generating, pieces, before_model)
         if embedding:
-            outputs += self._embed(embedding)
+            outputs += self._embed(embedding, before_model)
         self._steps += 1
         return outputs
 
@@ -153,8 +153,9 @@ class Engine:
         outputs += self._book.advance(step.sampled, tokens)
         return outputs
 
-    def _embed(self, pieces: list[Piece]) -> list[RequestOutput]:
+    def _embed(self, pieces: list[Piece], before_model: Callable[[], None]) -> list[RequestOutput]:
         step = self._batcher.build(self._nobody, pieces)
+        before_model()
         hidden = self._model.hidden_states(step.forward, self._cache)
         outputs: list[RequestOutput] = []
         for piece, part in zip(pieces, step.forward.sequences, strict=True):

@@ -146,6 +146,16 @@ class HiddenModel(HashModel):
         return batch.positions[:, None].float().expand(-1, 4)
 
 
+def test_whoever_waits_for_the_model_is_told_before_each_of_its_runs() -> None:
+    model = HiddenModel()
+    engine = make_engine(model=model)
+    engine.add(embed("a", [1] * 4))
+    engine.add(make_request("b", [2] * 4, 3))
+    runs_before = []
+    engine.step(lambda: runs_before.append(len(model.batches)))
+    assert (runs_before, len(model.batches)) == ([0, 1], 2)
+
+
 def test_deadline_cancel_and_counts() -> None:
     clock = Clock()
     engine = make_engine(model=HiddenModel(), clock=clock, max_batch_tokens=8)
