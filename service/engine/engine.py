@@ -20,7 +20,7 @@ from service.engine.scheduler import Piece, Scheduler
 from service.engine.sequence import AbortCause, Sequence
 from service.engine.slots import Generating
 from service.engine.step_batch import StepBatch, StepBatcher
-from service.models.batch import ForwardBatch, PagedKVCache
+from service.models.batch import ForwardBatch, PagedKVCache, nothing
 
 if TYPE_CHECKING:
     from service.text.structured import Grammar
@@ -34,11 +34,18 @@ logger = logging.getLogger(__name__)
 class Model(Protocol):
     """What the engine needs of a decoder, whose methods are to run in inference mode."""
 
-    def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
-        """Writes the rows' keys and values to the cache; returns float32 logits [samples, vocab]."""
+    def forward(
+        self, batch: ForwardBatch, cache: PagedKVCache, before_computing: Callable[[], None]
+    ) -> torch.Tensor:
+        """Writes the rows' keys and values to the cache; returns float32 logits [samples, vocab].
 
-    def hidden_states(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
-        """Writes the rows' keys and values to the cache; returns their last hidden states [rows, hidden]."""
+        Calls `before_computing` once, when as little as can be is left to do in the interpreter.
+        """
+
+    def hidden_states(
+        self, batch: ForwardBatch, cache: PagedKVCache, before_computing: Callable[[], None]
+    ) -> torch.Tensor:
+        """As `forward`, but returns the rows' last hidden states [rows, hidden]."""
 
 
 class Engine:
@@ -112,10 +119,10 @@ class Engine:
         """Ends a request, if it is known, and frees its blocks; the next step returns its last outputs."""
         self._outputs += self._book.abort(request_id, cause)
 
-    def step(self, before_model: Callable[[], None] = lambda: None) -> list[RequestOutput]:
+    def step(self, before_computing: Callable[[], None] = nothing) -> list[RequestOutput]:
         """Runs the model once over whatever is scheduled and returns what that added.
 
-        `before_model` is called whenever only the model's operations are next: other threads may well have the
+        `before_computing` is called whenever only the model's operations are next: other threads may well have the
         interpreter from there on. An exception leaves no request in a state that could go on.
         """
         now = self._clock()
@@ -131,18 +138,17 @@ class Engine:
         if embedding:
             pieces = [piece for piece in pieces if piece.sequence.embedding is None]
         if generating.sequences or pieces:
-            outputs += self._generate(generating, pieces, before_model)
+            outputs += self._generate(generating, pieces, before_computing)
         if embedding:
-            outputs += self._embed(embedding, before_model)
+            outputs += self._embed(embedding, before_computing)
         self._steps += 1
         return outputs
 
     def _generate(
-        self, generating: Generating, pieces: list[Piece], before_model: Callable[[], None]
+        self, generating: Generating, pieces: list[Piece], before_computing: Callable[[], None]
     ) -> list[RequestOutput]:
         step = self._batcher.build(generating, pieces)
-        before_model()
-        logits = self._model.forward(step.forward, self._cache)
+        logits = self._model.forward(step.forward, self._cache, before_computing)
         self.scheduler.computed_last(generating)
         for sequence in self.scheduler.computed(pieces):
             self._book.let_siblings_go(sequence)
@@ -153,10 +159,9 @@ class Engine:
         outputs += self._book.advance(step.sampled, tokens)
         return outputs
 
-    def _embed(self, pieces: list[Piece], before_model: Callable[[], None]) -> list[RequestOutput]:
+    def _embed(self, pieces: list[Piece], before_computing: Callable[[], None]) -> list[RequestOutput]:
         step = self._batcher.build(self._nobody, pieces)
-        before_model()
-        hidden = self._model.hidden_states(step.forward, self._cache)
+        hidden = self._model.hidden_states(step.forward, self._cache, before_computing)
         outputs: list[RequestOutput] = []
         for piece, part in zip(pieces, step.forward.sequences, strict=True):
             sequence, pool = piece.sequence, piece.sequence.embedding

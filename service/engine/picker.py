@@ -16,10 +16,8 @@ from service.engine.narrowed import draw_narrowed
 from service.engine.request import PositionLogprobs, TokenLogprob
 from service.engine.sampling_state import SamplingState
 from service.kernels import operations
-from service.kernels.library import KernelPool, load
-from service.kernels.structures import Choice
-
-_LIKELIEST = Choice()
+from service.kernels.library import KernelPool, Program, load
+from service.kernels.structures import Choice, Sample
 
 
 class ReferencePicker:
@@ -72,6 +70,7 @@ class KernelPicker:
     def __init__(self, pool: KernelPool) -> None:
         self.pool = pool
         self._reference = ReferencePicker()
+        self._kept: _Picking | None = None
 
     def pick(
         self, logits: torch.Tensor, drawn: Sequence[SamplingState | None]
@@ -79,11 +78,10 @@ class KernelPicker:
         """As `ReferencePicker.pick`, which it leaves logits in the memory of a GPU to."""
         if logits.device.type != "cpu":
             return self._reference.pick(logits, drawn)
-        logits, rows = _without_gaps(logits), len(logits)
-        largest, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
-        choices = [_LIKELIEST if state is None else _choice(state) for state in drawn]
-        self.pool.run(operations.sample(logits, choices, largest, tokens))
-        return largest.tolist(), tokens.tolist()
+        logits = _without_gaps(logits)
+        if self._kept is None or not self._kept.fits(logits):
+            self._kept = _Picking(logits)
+        return self._kept.run(self.pool, drawn)
 
     def logprobs(
         self, logits: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]
@@ -109,6 +107,43 @@ class KernelPicker:
                 strict=True,
             )
         ]
+
+
+class _Picking:
+    """Picking from logits that lie in one place, laid out once for up to as many rows as these are.
+
+    Steps mostly write their logits where the last one did, and after a step nothing that this takes is in a cache.
+    """
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        rows = len(logits)
+        self._place = _place(logits)
+        self._most_rows = rows
+        largest, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        self._largest, self._tokens = largest.numpy(), tokens.numpy()
+        self._choices = (Choice * rows)()
+        self._drawn: tuple[int, ...] = ()
+        operation = operations.sample(logits, self._choices, largest, tokens)
+        assert isinstance(operation.arguments, Sample)
+        self._arguments = operation.arguments
+        self._program = Program([operation])
+
+    def fits(self, logits: torch.Tensor) -> bool:
+        """Whether this can pick from these logits."""
+        return len(logits) <= self._most_rows and _place(logits) == self._place
+
+    def run(self, pool: KernelPool, drawn: Sequence[SamplingState | None]) -> tuple[list[float], list[int]]:
+        """What `KernelPicker.pick` returns for the first rows."""
+        rows = len(drawn)
+        for row in self._drawn:
+            self._choices[row] = Choice()
+        states = {row: state for row, state in enumerate(drawn) if state is not None}
+        for row, state in states.items():
+            self._choices[row] = _choice(state)
+        self._drawn = tuple(states)
+        self._arguments.rows = rows
+        pool.run_program(self._program)
+        return self._largest[:rows].tolist(), self._tokens[:rows].tolist()
 
 
 Picker = KernelPicker | ReferencePicker
@@ -142,6 +177,10 @@ def _position(normalizer: float, rank: int, ids: Sequence[int], values: Sequence
         if token_id >= 0
     )
     return PositionLogprobs(TokenLogprob(ids[0], values[0] - normalizer, rank), tuple(top))
+
+
+def _place(logits: torch.Tensor) -> tuple[int, int, int]:
+    return logits.data_ptr(), logits.stride(0), logits.shape[1]
 
 
 def _without_gaps(logits: torch.Tensor) -> torch.Tensor:

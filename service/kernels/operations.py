@@ -271,13 +271,15 @@ def embedding(
 
 def sample(
     logits: torch.Tensor,
-    choices: Sequence[structures.Choice],
+    choices: Sequence[structures.Choice] | ctypes.Array[structures.Choice],
     largest: torch.Tensor,
     tokens: torch.Tensor,
     weights: torch.Tensor | None = None,
 ) -> Operation:
     """For each row of logits [rows, columns] float32 its largest number, in largest [rows] float32, and the token that its
     choice picks, in tokens [rows] int64: -1 where the largest is infinite, or NaN because the row holds one.
+
+    An array of choices is read where it lies, whenever the operation runs.
 
     A token's weight is the integer nearest to 2**30 * exp((logit - largest) / temperature), computed in float32; weights
     [rows, columns] int32 gets those of the tokens that are kept, and 0 for the others.
@@ -291,7 +293,7 @@ def sample(
         raise ValueError(f"weights: must be int32 {list(logits.shape)}")
     if weights is not None and not weights.is_contiguous():
         raise ValueError("weights: must be contiguous")
-    array = (structures.Choice * rows)(*choices)
+    array = choices if isinstance(choices, ctypes.Array) else (structures.Choice * rows)(*choices)
     arguments = structures.Sample(
         _rows("logits", logits, rows, columns),
         ctypes.addressof(array),

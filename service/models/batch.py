@@ -69,6 +69,10 @@ class PagedKVCache:
         return self.keys.shape[1]
 
 
+def nothing() -> None:
+    """For callers of a model that have nothing to do before it computes."""
+
+
 def rope_lengths(batch: ForwardBatch, whole_prompts: bool) -> torch.Tensor:
     """The length that each row's rotation is for, [rows] int64; see service.models.rope.
 

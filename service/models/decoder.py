@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from service.models.batch import ForwardBatch, PagedKVCache, rope_lengths
+from service.models.batch import ForwardBatch, PagedKVCache, nothing, rope_lengths
 from service.models.config import LayerConfig, ModelConfig, RopeConfig
 from service.models.rope import RotaryTable
 from service.ops.attention import AttentionPlan, AttentionShape
@@ -64,11 +64,14 @@ class Decoder:
         }
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, cache: PagedKVCache, before_computing: Callable[[], None] = nothing
+    ) -> torch.Tensor:
         """Computes the batch and writes its keys and values to the cache.
 
-        Returns the logits of `batch.logit_rows`: [samples, vocab] float32.
+        Returns the logits of `batch.logit_rows`: [samples, vocab] float32. `before_computing` is called at first.
         """
+        before_computing()
         hidden = self._run(batch, cache).index_select(0, batch.logit_rows)
         samples = len(hidden)
         hidden = self._final(self._pad_rows(hidden))
@@ -80,8 +83,11 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def hidden_states(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+    def hidden_states(
+        self, batch: ForwardBatch, cache: PagedKVCache, before_computing: Callable[[], None] = nothing
+    ) -> torch.Tensor:
         """As `forward`, but returns what the head would get of every row: the normalised last state [rows, hidden]."""
+        before_computing()
         rows = len(batch.token_ids)
         return self._final(self._run(batch, cache))[:rows]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from service.kernels import operations
 from service.kernels.library import KernelPool, Program
-from service.models.batch import ForwardBatch, PagedKVCache, rope_lengths
+from service.models.batch import ForwardBatch, PagedKVCache, nothing, rope_lengths
 from service.models.config import ModelConfig
 from service.models.native_step import NativeStep, NativeWeights
 from service.models.rope import RotaryTable
@@ -42,26 +44,37 @@ class NativeDecoder:
         return self._pool
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, cache: PagedKVCache, before_computing: Callable[[], None] = nothing
+    ) -> torch.Tensor:
         """Computes the batch and writes its keys and values to the cache.
 
         Returns the logits of `batch.logit_rows`: [samples, vocab] float32, which the next call overwrites.
+        `before_computing` is called when all is prepared for the kernels, which do without the interpreter.
         """
-        step = self._run(batch, cache)
+        step = self._prepare(batch, cache)
         samples = len(batch.logit_rows)
         if self._head is None or not self._head.fits(step, samples):
             self._head = _Head(self.config, self._weights, step, _capacity(samples, 1))
-        return self._head.run(self._pool, batch.logit_rows)
+        ending = self._head.prepare(batch.logit_rows)
+        before_computing()
+        step.compute(ending)
+        return self._head.logits[:samples]
 
     @torch.inference_mode()
-    def hidden_states(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+    def hidden_states(
+        self, batch: ForwardBatch, cache: PagedKVCache, before_computing: Callable[[], None] = nothing
+    ) -> torch.Tensor:
         """As `forward`, but returns what the head would get of every row: the normalised last state [rows, hidden]."""
-        hidden = self._run(batch, cache).hidden[: len(batch.token_ids)]
+        step = self._prepare(batch, cache)
+        hidden = step.hidden[: len(batch.token_ids)]
         out = torch.empty_like(hidden)
-        self._pool.run(_normalise(self.config, self._weights, hidden, out))
+        ending = step.ending_in([_normalise(self.config, self._weights, hidden, out)])
+        before_computing()
+        step.compute(ending)
         return out
 
-    def _run(self, batch: ForwardBatch, cache: PagedKVCache) -> NativeStep:
+    def _prepare(self, batch: ForwardBatch, cache: PagedKVCache) -> NativeStep:
         if self._pool.cpus is not None and not self._pinned:
             self._pool.pin_caller()
             self._pinned = True
@@ -77,7 +90,7 @@ class NativeDecoder:
         if self._gathered:
             lengths = rope_lengths(batch, self.config.length_dependent_from is not None)
             rotations = {rope: table.rows(batch.positions, lengths) for rope, table in self._gathered.items()}
-        step.run(batch, rotations)
+        step.prepare(batch, rotations)
         return step
 
 
@@ -88,32 +101,32 @@ class _Head:
         self._step = step
         self._capacity = capacity
         self._rows = torch.zeros(capacity, dtype=torch.int64)
-        self._logits = torch.empty(capacity, config.vocab_size)
+        self.logits = torch.empty(capacity, config.vocab_size)
         last = torch.empty(capacity, config.hidden_size, dtype=step.input_dtype)
         scale, softcap = config.logits_scale, config.logits_softcap
         parts = (
             _normalise(config, weights, step.hidden, last, self._rows),
-            operations.linear(last, weights.head, self._logits, scale=scale, softcap=softcap),
+            operations.linear(last, weights.head, self.logits, scale=scale, softcap=softcap),
         )
         self._arguments = [each.arguments for each in parts]
-        self._program = Program(parts)
+        self._ending = step.ending_in(parts)
         self._count = capacity
 
     def fits(self, step: NativeStep, samples: int) -> bool:
         """Whether it reads from this step and has room for so many rows."""
         return self._step is step and samples <= self._capacity
 
-    def run(self, pool: KernelPool, rows: torch.Tensor) -> torch.Tensor:
-        """rows [samples] of the step's hidden states -> [samples, vocab]."""
+    def prepare(self, rows: torch.Tensor) -> Program | None:
+        """What the step is to end in for the logits of rows [samples] of its hidden states to be in `logits`."""
         count = len(rows)
-        if count:
-            self._rows[:count] = rows
-            if count != self._count:
-                self._count = count
-                for arguments in self._arguments:
-                    arguments.rows = count
-            pool.run_program(self._program)
-        return self._logits[:count]
+        if not count:
+            return None
+        self._rows[:count] = rows
+        if count != self._count:
+            self._count = count
+            for arguments in self._arguments:
+                arguments.rows = count
+        return self._ending
 
 
 def _normalise(

@@ -6,7 +6,7 @@ costs the interpreter a few assignments for each operation and the kernels one c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -116,10 +116,10 @@ class NativeStep:
         for part in self._parts:
             part.program = Program(part.operations) if part.operations else None
 
-    def run(
+    def prepare(
         self, batch: ForwardBatch, rotations: Mapping[RopeConfig, tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Computes the batch's hidden states before the last norm, as the first rows of `hidden`, until the next run.
+        """Takes over the batch that `compute` is to compute next.
 
         `rotations` are the rows' cosines and sines [rows, 1, rotary_dim / 2] for each rope that depends on lengths.
         """
@@ -137,11 +137,24 @@ class NativeStep:
             for arguments in self._with_rows:
                 arguments.rows = rows
         self._describe_sequences(batch)
-        for part in self._parts:
+
+    def ending_in(self, operations: Sequence[Operation]) -> Program:
+        """The step's last operations and then these, as one call of the kernels; for `compute`."""
+        return Program([*self._parts[-1].operations, *operations])
+
+    def compute(self, ending: Program | None = None) -> None:
+        """Computes the batch's hidden states before the last norm, as the first rows of `hidden`, until the next time.
+
+        `ending` is what `ending_in` gave, and runs in place of the step's last operations.
+        """
+        for part in self._parts[:-1]:
             if part.program is not None:
                 self._pool.run_program(part.program)
             if part.between is not None:
-                part.between(rows)
+                part.between(self._set_rows)
+        last = ending or self._parts[-1].program
+        if last is not None:
+            self._pool.run_program(last)
 
     def _describe_sequences(self, batch: ForwardBatch) -> None:
         tables = batch.block_tables

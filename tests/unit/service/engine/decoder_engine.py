@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,13 +27,17 @@ class RecordingDecoder:
         self.decoder = decoder
         self.batches: list[ForwardBatch] = []
 
-    def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, cache: PagedKVCache, before_computing: Callable[[], None]
+    ) -> torch.Tensor:
         self.batches.append(batch)
-        return self.decoder.forward(batch, cache)
+        return self.decoder.forward(batch, cache, before_computing)
 
-    def hidden_states(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+    def hidden_states(
+        self, batch: ForwardBatch, cache: PagedKVCache, before_computing: Callable[[], None]
+    ) -> torch.Tensor:
         self.batches.append(batch)
-        return self.decoder.hidden_states(batch, cache)
+        return self.decoder.hidden_states(batch, cache, before_computing)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from service.engine.engine import Engine, EngineConfig
 from service.engine.request import EngineRequest, FinishReason, RequestOutput, SamplingParams
-from service.models.batch import ForwardBatch, PagedKVCache
+from service.models.batch import ForwardBatch, PagedKVCache, nothing
 
 VOCAB = 64
 EOS = 63
@@ -27,7 +28,10 @@ class HashModel:
         self.batches: list[ForwardBatch] = []
         self.fail_at_step: int | None = None
 
-    def forward(self, batch: ForwardBatch, cache: PagedKVCache) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch, cache: PagedKVCache, before_computing: Callable[[], None] = nothing
+    ) -> torch.Tensor:
+        before_computing()
         self.batches.append(batch)
         if self.fail_at_step is not None and len(self.batches) >= self.fail_at_step:
             raise RuntimeError("the model broke")

@@ -17,6 +17,7 @@ from service.engine.request import (
     StructuredOutput,
 )
 from service.engine.sequence import AbortCause
+from service.models.batch import nothing
 
 
 class GatedModel(HashModel):
@@ -27,7 +28,8 @@ class GatedModel(HashModel):
         self.gate = threading.Semaphore(0)
         self.entered = threading.Semaphore(0)
 
-    def forward(self, batch, cache):
+    def forward(self, batch, cache, before_computing=nothing):
+        before_computing()
         self.entered.release()
         assert self.gate.acquire(timeout=60)
         return super().forward(batch, cache)

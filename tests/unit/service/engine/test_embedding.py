@@ -141,8 +141,8 @@ def test_decodes_run_in_every_step_beside_an_embedding(served: Served) -> None:
 
 
 class HiddenModel(HashModel):
-    def hidden_states(self, batch, cache):
-        self.forward(batch, cache)
+    def hidden_states(self, batch, cache, before_computing):
+        self.forward(batch, cache, before_computing)
         return batch.positions[:, None].float().expand(-1, 4)
 
 
@@ -191,8 +191,8 @@ def test_limits_apply() -> None:
 
 def test_hidden_states_that_are_no_numbers_fail_their_request_alone() -> None:
     class NanHidden(HiddenModel):
-        def hidden_states(self, batch, cache):
-            hidden = super().hidden_states(batch, cache).clone()
+        def hidden_states(self, batch, cache, before_computing):
+            hidden = super().hidden_states(batch, cache, before_computing).clone()
             hidden[batch.token_ids == 13] = float("nan")
             return hidden
 

@@ -511,8 +511,8 @@ def test_prompt_logprobs_do_not_hold_up_others():
 class NanModel(HashModel):
     """Gives no number for sequences whose prompt starts with 13."""
 
-    def forward(self, batch, cache):
-        logits = super().forward(batch, cache)
+    def forward(self, batch, cache, before_computing):
+        logits = super().forward(batch, cache, before_computing)
         first_tokens = cache.keys.view(-1)[batch.block_tables[:, 0] * cache.block_size]
         rows = batch.logit_rows.tolist()
         for number, part in enumerate(batch.sequences):
