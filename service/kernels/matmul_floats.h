@@ -323,38 +323,65 @@ class BlockProduct {
         const int64_t most_rows = blocks_of(rows, tiles);
         // A tile of the block may have one row less; the count of panels is that of the largest.
         const int at_once = functions.panels[most_rows - 1];
-        for (int64_t panel = begin; panel < end;) {
-            const int panels = panel + at_once <= end ? at_once : 1;
-            const int64_t step = tiles == 1 && !widen ? layout_.pairs : block_pairs(widen ? kWidenedPairs : kBlockPairs);
-            for (int64_t pair = 0; pair < layout_.pairs; pair += step) {
-                Tile tile = tile_at(panel, panels, pair, least(step, layout_.pairs - pair));
-                const Ahead ahead = ahead_of(tile, panels, pair, tiles);
-                if (widen) {
-                    widen_panels(tile, panels);
-                }
-                for (int64_t t = 0; t < tiles; ++t) {
-                    const Range part = numaserve::share(rows, static_cast<int>(t), static_cast<int>(tiles));
-                    tile.a = a + part.begin * a_stride + 2 * pair;
-                    tile.a_stride = a_stride;
-                    tile.sums = sums_of(t);
-                    for (int p = 0; p < panels; ++p) {
-                        tile.ahead[p] = ahead.start[p] + t * ahead.tile_bytes;
-                    }
-                    tile.ahead_bytes = ahead.pair_bytes;
-                    const int64_t row = part.end - part.begin - 1;
-                    if (panels == functions.panels[row]) {
-                        functions.many[row](tile);
-                    } else {
-                        run_single(functions.one[row], tile, panels);
-                    }
-                }
+        const Block block{a, a_stride, first_row, rows, tiles, widen, functions};
+        // Panels that one row passes over side by side lie far apart: each of them is a long stream from memory, which is what
+        // prefetching hardware follows.
+        int64_t panel = begin;
+        if (rows == 1) {
+            apart_ = (end - begin) / at_once;
+            for (; panel < begin + apart_; ++panel) {
+                run_panels(block, panel, at_once);
             }
-            finish_panels(panel, panels, first_row, rows, tiles);
+            panel = begin + at_once * apart_;
+            apart_ = 1;
+        }
+        while (panel < end) {
+            const int panels = panel + at_once <= end ? at_once : 1;
+            run_panels(block, panel, panels);
             panel += panels;
         }
     }
 
    private:
+    struct Block {
+        const float* a;
+        int64_t a_stride;
+        int64_t first_row;
+        int64_t rows;
+        int64_t tiles;
+        bool widen;
+        const TileFunctions& functions;
+    };
+
+    void run_panels(const Block& block, int64_t panel, int panels) {
+        const int64_t tiles = block.tiles;
+        const int64_t step = tiles == 1 && !block.widen ? layout_.pairs : block_pairs(block.widen ? kWidenedPairs : kBlockPairs);
+        for (int64_t pair = 0; pair < layout_.pairs; pair += step) {
+            Tile tile = tile_at(panel, panels, pair, least(step, layout_.pairs - pair));
+            const Ahead ahead = ahead_of(tile, panels, pair, tiles);
+            if (block.widen) {
+                widen_panels(tile, panels);
+            }
+            for (int64_t t = 0; t < tiles; ++t) {
+                const Range part = numaserve::share(block.rows, static_cast<int>(t), static_cast<int>(tiles));
+                tile.a = block.a + part.begin * block.a_stride + 2 * pair;
+                tile.a_stride = block.a_stride;
+                tile.sums = sums_of(t);
+                for (int p = 0; p < panels; ++p) {
+                    tile.ahead[p] = ahead.start[p] + t * ahead.tile_bytes;
+                }
+                tile.ahead_bytes = ahead.pair_bytes;
+                const int64_t row = part.end - part.begin - 1;
+                if (panels == block.functions.panels[row]) {
+                    block.functions.many[row](tile);
+                } else {
+                    run_single(block.functions.one[row], tile, panels);
+                }
+            }
+        }
+        finish_panels(panel, panels, block.first_row, block.rows, tiles);
+    }
+
     float* sums_of(int64_t tile) const { return sums_ + tile * kMostRows * kMostPanels * kPanel; }
 
     Tile tile_at(int64_t panel, int panels, int64_t pair, int64_t pairs) const {
@@ -364,11 +391,11 @@ class BlockProduct {
         tile.first = pair == 0;
         for (int p = 0; p < panels; ++p) {
             const auto* data = static_cast<const unsigned char*>(m_.weight.data);
-            tile.weights[p] = data + (panel + p) * layout_.panel_bytes + pair * layout_.pair_bytes;
+            tile.weights[p] = data + (panel + p * apart_) * layout_.panel_bytes + pair * layout_.pair_bytes;
             if (integers_) {
                 const int64_t group = pair / layout_.group_pairs;
-                tile.scales[p] = packed::panel_scales(m_.weight, layout_, panel + p) + group * kPanel;
-                tile.zeros[p] = packed::panel_zeros(m_.weight, layout_, panel + p) + group * kPanel;
+                tile.scales[p] = packed::panel_scales(m_.weight, layout_, panel + p * apart_) + group * kPanel;
+                tile.zeros[p] = packed::panel_zeros(m_.weight, layout_, panel + p * apart_) + group * kPanel;
             }
         }
         return tile;
@@ -432,10 +459,10 @@ class BlockProduct {
             const Range part = numaserve::share(rows, static_cast<int>(t), static_cast<int>(tiles));
             for (int p = 0; p < panels; ++p) {
                 const bool by_channel = integers_ && !grouped_;
-                const float* scales = by_channel ? packed::panel_scales(m_.weight, layout_, panel + p) : nullptr;
+                const float* scales = by_channel ? packed::panel_scales(m_.weight, layout_, panel + p * apart_) : nullptr;
                 const float* sums = sums_of(t) + p * kMostRows * kPanel;
                 for (int64_t r = part.begin; r < part.end; ++r) {
-                    finish(m_, simd::load(sums + (r - part.begin) * kPanel), scales, first_row + r, panel + p);
+                    finish(m_, simd::load(sums + (r - part.begin) * kPanel), scales, first_row + r, panel + p * apart_);
                 }
             }
         }
@@ -449,6 +476,7 @@ class BlockProduct {
     const TileFunctions& widened_functions_;
     float* widened_;
     float* sums_;
+    int64_t apart_ = 1;  // panels that are computed side by side, from each other
 };
 
 }  // namespace matmul

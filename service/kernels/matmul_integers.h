@@ -17,6 +17,9 @@ constexpr int64_t kInputPairs = 64;
 // Columns of a panel that several tiles of rows pass over while they are in the first-level cache, in pairs.
 constexpr int64_t kIntegerBlockPairs = 256;
 constexpr float kLargestInput = 32767.0F;
+// How far ahead one row asks for weights, by panels that are read side by side, and for the scales of so many blocks.
+constexpr int64_t kStreamPrefetchBytes = 1024;
+constexpr int64_t kScalesAhead = 16;
 
 inline int64_t input_pairs(const packed::Layout& layout, bool grouped) { return grouped ? layout.group_pairs : kInputPairs; }
 inline int64_t padded_pairs(const packed::Layout& layout) { return blocks_of(layout.pairs, packed::kInt4Pairs) * packed::kInt4Pairs; }
@@ -64,8 +67,10 @@ inline bool round_row(const numaserve_array& x, int64_t from, int64_t columns, i
     return simd::sum(poison) == 0.0F;
 }
 
+// kStreams: panels that one row passes over side by side, each of which memory is read from on its own.
 struct Int8Pairs {
     static constexpr int kPairs = 1;
+    static constexpr int kStreams = 4;
     static constexpr int64_t kBytes = Int8Source::kPairBytes;
     static constexpr bool kHasZeros = false;
     static simd::Integers pair(const unsigned char* p, int) { return simd::load_pairs_i8(p); }
@@ -73,6 +78,7 @@ struct Int8Pairs {
 
 struct Int4Pairs {
     static constexpr int kPairs = packed::kInt4Pairs;
+    static constexpr int kStreams = 2;
     static constexpr int64_t kBytes = packed::kInt4Bytes;
     static constexpr bool kHasZeros = true;
     static simd::Integers pair(const unsigned char* p, int j) { return simd::nibbles(simd::load_integers(p), j); }
@@ -90,7 +96,6 @@ struct IntegerTile {
     const uint8_t* zeros;
     int64_t pairs;
     int64_t block_pairs;
-    int64_t zero_step;  // from a block's zero points to the next one's
     const unsigned char* ahead;
     int64_t ahead_bytes;
     float* sums;  // [kMostRows][16]
@@ -129,6 +134,34 @@ inline __attribute__((always_inline)) void add_block(const IntegerTile& tile, in
     }
 }
 
+// What the integers of a block of columns stand for, of sixteen outputs.
+struct Scaling {
+    V scale;
+    V shift;
+};
+
+template <class Source>
+inline Scaling scaling_of(const IntegerTile& tile, int64_t block, int64_t from) {
+    if (tile.scales == nullptr) {
+        return {simd::splat(1.0F), Source::kHasZeros ? simd::load_u8(tile.zeros + from) : simd::zero()};
+    }
+    const float* scales = tile.scales + block * kPanel + from;
+    const V scale = simd::load(scales);
+    simd::prefetch(scales + kScalesAhead * kPanel);
+    if constexpr (Source::kHasZeros) {
+        const uint8_t* zeros = tile.zeros + block * kPanel + from;
+        simd::prefetch(zeros + kScalesAhead * kPanel);
+        return {scale, simd::mul(simd::load_u8(zeros), scale)};
+    }
+    return {scale, simd::zero()};
+}
+
+template <class Source>
+inline V add_scaled(V total, const simd::Integers& sum, const Scaling& scaling, float a_scale, float a_sum) {
+    total = simd::fma(simd::to_floats(sum), simd::mul(scaling.scale, simd::splat(a_scale)), total);
+    return Source::kHasZeros ? simd::fma(scaling.shift, simd::splat(-a_sum), total) : total;
+}
+
 template <class Source, int kRows>
 void compute_integers(const IntegerTile& tile) {
     int64_t block = 0;
@@ -140,21 +173,53 @@ void compute_integers(const IntegerTile& tile) {
             sums[r] = simd::no_integers();
         }
         add_block<Source, kRows>(tile, begin, end, sums);
-        const V scale = tile.scales != nullptr ? simd::load(tile.scales + block * kPanel) : simd::splat(1.0F);
-        V shift = simd::zero();
-        if constexpr (Source::kHasZeros) {
-            shift = simd::mul(simd::load_u8(tile.zeros + block * tile.zero_step), scale);
-        }
+        const Scaling scaling = scaling_of<Source>(tile, block, 0);
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
             float* total = tile.sums + r * kPanel;
             const int64_t at = r * tile.a_blocks + block;
-            V v = tile.first && begin == 0 ? simd::zero() : simd::load(total);
-            v = simd::fma(simd::to_floats(sums[r]), simd::mul(scale, simd::splat(tile.a_scales[at])), v);
-            if constexpr (Source::kHasZeros) {
-                v = simd::fma(shift, simd::splat(-tile.a_sums[at]), v);
+            const V before = tile.first && begin == 0 ? simd::zero() : simd::load(total);
+            simd::store(total, add_scaled<Source>(before, sums[r], scaling, tile.a_scales[at], tile.a_sums[at]));
+        }
+    }
+}
+
+// One row times Source::kStreams panels, `apart` panels from each other: the tile is that of the first. Their sums are the ones that
+// each of them alone has; sums [kStreams][16].
+template <class Source>
+void compute_streams(const IntegerTile& tile, const packed::Layout& layout, int64_t apart) {
+    constexpr int kStreams = Source::kStreams;
+    const unsigned char* weights[kStreams];
+    for (int s = 0; s < kStreams; ++s) {
+        weights[s] = tile.weights + s * apart * layout.panel_bytes;
+    }
+    int64_t block = 0;
+    for (int64_t begin = 0; begin < tile.pairs; begin += tile.block_pairs, ++block) {
+        const int64_t end = least(begin + tile.block_pairs, tile.pairs);
+        simd::Integers sums[kStreams];
+#pragma GCC unroll 4
+        for (int s = 0; s < kStreams; ++s) {
+            sums[s] = simd::no_integers();
+        }
+        const int16_t* a = tile.a + 2 * begin;
+        for (int64_t pair = begin; pair < end; pair += Source::kPairs) {
+#pragma GCC unroll 4
+            for (int s = 0; s < kStreams; ++s) {
+                simd::prefetch(weights[s] + kStreamPrefetchBytes);
+#pragma GCC unroll 4
+                for (int j = 0; j < Source::kPairs; ++j) {
+                    simd::add_pair_products(sums[s], a + 2 * j, Source::pair(weights[s], j));
+                }
+                weights[s] += Source::kBytes;
             }
-            simd::store(total, v);
+            a += 2 * Source::kPairs;
+        }
+#pragma GCC unroll 4
+        for (int s = 0; s < kStreams; ++s) {
+            float* total = tile.sums + s * kPanel;
+            const V before = begin == 0 ? simd::zero() : simd::load(total);
+            const Scaling scaling = scaling_of<Source>(tile, block, s * apart * layout.groups * kPanel);
+            simd::store(total, add_scaled<Source>(before, sums[s], scaling, tile.a_scales[block], tile.a_sums[block]));
         }
     }
 }
@@ -224,6 +289,9 @@ class IntegerProduct {
     bool is_finite(int64_t row) const { return is_finite_[row] != 0; }
 
     void run(int64_t begin, int64_t end) {
+        if (rows_ == 1) {
+            begin = m_.weight.format == NUMASERVE_INT8 ? run_streams<Int8Pairs>(begin, end) : run_streams<Int4Pairs>(begin, end);
+        }
         const int64_t tiles = blocks_of(rows_, kMostRows);
         const int64_t step = tiles == 1 ? layout_.pairs : most(kIntegerBlockPairs / block_pairs_, 1) * block_pairs_;
         for (int64_t panel = begin; panel < end; ++panel) {
@@ -237,19 +305,42 @@ class IntegerProduct {
    private:
     static int64_t sums_bytes(int64_t rows) { return blocks_of(rows, kMostRows) * kMostRows * kPanel * 4; }
 
-    void run_columns(int64_t panel, int64_t pair, int64_t pairs, int64_t tiles) {
-        const bool is_int4 = m_.weight.format == NUMASERVE_INT4;
-        const int64_t chunk_pairs = is_int4 ? packed::kInt4Pairs : 1, block = pair / block_pairs_;
+    // All panels but a few, as far as one row passes over several of them at once; returns the first one that is left.
+    template <class Source>
+    int64_t run_streams(int64_t begin, int64_t end) {
+        constexpr int kStreams = Source::kStreams;
+        const int64_t apart = (end - begin) / kStreams;
+        for (int64_t panel = begin; panel < begin + apart; ++panel) {
+            IntegerTile tile = tile_at(panel, 0, layout_.pairs);
+            tile.a = a_.numbers;
+            tile.a_scales = a_.scales;
+            tile.a_sums = a_.sums;
+            tile.sums = sums_;
+            compute_streams<Source>(tile, layout_, apart);
+            for (int s = 0; s < kStreams; ++s) {
+                finish_rows(panel + s * apart, {0, 1}, sums_ + s * kPanel);
+            }
+        }
+        return begin + apart * kStreams;
+    }
+
+    IntegerTile tile_at(int64_t panel, int64_t pair, int64_t pairs) const {
+        const int64_t block = pair / block_pairs_;
         IntegerTile tile{};
         tile.a_stride = a_.stride;
         tile.a_blocks = a_.blocks;
         tile.weights = static_cast<const unsigned char*>(m_.weight.data) + panel * layout_.panel_bytes + pair * layout_.pair_bytes;
         tile.scales = grouped_ ? packed::panel_scales(m_.weight, layout_, panel) + block * kPanel : nullptr;
         tile.zeros = packed::panel_zeros(m_.weight, layout_, panel) + (grouped_ ? block * kPanel : 0);
-        tile.zero_step = grouped_ ? kPanel : 0;
         tile.pairs = pairs;
         tile.block_pairs = block_pairs_;
         tile.first = pair == 0;
+        return tile;
+    }
+
+    void run_columns(int64_t panel, int64_t pair, int64_t pairs, int64_t tiles) {
+        const int64_t chunk_pairs = m_.weight.format == NUMASERVE_INT4 ? packed::kInt4Pairs : 1, block = pair / block_pairs_;
+        IntegerTile tile = tile_at(panel, pair, pairs);
         const int64_t bytes = pairs * layout_.pair_bytes, chunk_bytes = chunk_pairs * layout_.pair_bytes;
         const bool is_last = pair + pairs == layout_.pairs;
         const int64_t next = tiles == 1 ? kPrefetchBytes : is_last ? layout_.panel_bytes - pair * layout_.pair_bytes : bytes;
@@ -266,14 +357,17 @@ class IntegerProduct {
     }
 
     void finish_panel(int64_t panel, int64_t tiles) const {
-        const float* scales = grouped_ ? nullptr : packed::panel_scales(m_.weight, layout_, panel);
         for (int64_t t = 0; t < tiles; ++t) {
             const Range part = numaserve::share(rows_, static_cast<int>(t), static_cast<int>(tiles));
-            const float* sums = sums_ + t * kMostRows * kPanel;
-            for (int64_t r = part.begin; r < part.end; ++r) {
-                if (is_finite(r)) {
-                    finish(m_, simd::load(sums + (r - part.begin) * kPanel), scales, first_row_ + r, panel);
-                }
+            finish_rows(panel, part, sums_ + t * kMostRows * kPanel);
+        }
+    }
+
+    void finish_rows(int64_t panel, Range rows, const float* sums) const {
+        const float* scales = grouped_ ? nullptr : packed::panel_scales(m_.weight, layout_, panel);
+        for (int64_t r = rows.begin; r < rows.end; ++r) {
+            if (is_finite(r)) {
+                finish(m_, simd::load(sums + (r - rows.begin) * kPanel), scales, first_row_ + r, panel);
             }
         }
     }
