@@ -20,15 +20,36 @@ inline numaserve::ScratchSize float_scratch(const numaserve_matmul& m) {
     return {static_cast<size_t>(shared), static_cast<size_t>(own)};
 }
 
-// Calls function(first row, rows, first panel, end) for each part of this thread's share of blocks of `block` rows by all panels.
+// About so many operations are taken at a time: enough to be worth the taking, little to wait for at the end.
+constexpr int64_t kTakenOperations = 1'000'000;
+
+// A multiple of how many panels few rows are multiplied with side by side.
+inline int64_t panels_to_take(const packed::Layout& layout, int64_t rows) {
+    constexpr int64_t kTogether = 12;
+    const int64_t panels = most(kTakenOperations / most(4 * kPanel * layout.pairs * rows, 1), 1);
+    return panels >= kTogether ? panels / kTogether * kTogether : panels;
+}
+
+// Calls function(first row, rows, first panel, end) for what this thread gets of blocks of `block` rows by all panels.
 template <class Function>
 inline void for_each_share(const Team& team, const packed::Layout& layout, int64_t rows, int64_t block, Function function) {
-    const Range mine = numaserve::share(blocks_of(rows, block) * layout.panels, team.index, team.size);
-    for (int64_t unit = mine.begin; unit < mine.end;) {
-        const int64_t row = unit / layout.panels * block, panel = unit % layout.panels;
-        const int64_t panels = least(layout.panels - panel, mine.end - unit);
-        function(row, least(block, rows - row), panel, panel + panels);
-        unit += panels;
+    const int64_t units = blocks_of(rows, block) * layout.panels;
+    const auto work = [&](Range range) {
+        for (int64_t unit = range.begin; unit < range.end;) {
+            const int64_t row = unit / layout.panels * block, panel = unit % layout.panels;
+            const int64_t panels = least(layout.panels - panel, range.end - unit);
+            function(row, least(block, rows - row), panel, panel + panels);
+            unit += panels;
+        }
+    };
+    if (rows <= 1 || units > numaserve::Shares::kMostUnits) {
+        // A single row reads the whole share at several places at once.
+        return work(numaserve::share(units, team.index, team.size));
+    }
+    numaserve::Shares shares(team, units);
+    const int64_t at_once = panels_to_take(layout, least(block, rows));
+    for (Range range{}; shares.take(at_once, range);) {
+        work(range);
     }
 }
 
@@ -80,8 +101,12 @@ inline void run_integers(const Team& team, const numaserve_matmul& m, const pack
     auto* row = reinterpret_cast<float*>(team.own);
     BlockProduct floats(m, layout, team.own + scratch.row);
     IntegerProduct product(m, layout, team.own + scratch.row + scratch.product);
+    int64_t taken = -1;
     for_each_share(team, layout, m.rows, scratch.block_rows, [&](int64_t first, int64_t rows, int64_t panel, int64_t end) {
-        product.take_rows(first, rows);
+        if (first != taken) {
+            product.take_rows(first, rows);
+            taken = first;
+        }
         product.run(panel, end);
         for (int64_t r = 0; r < rows && !product.all_finite(); ++r) {
             if (!product.is_finite(r)) {

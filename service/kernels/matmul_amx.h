@@ -248,9 +248,10 @@ class FlushToZero {
     unsigned before_;
 };
 
-// One row, fp32 and padded to whole steps, times kPanels panels of integers.
+// One row, fp32 and padded to whole steps, times kPanels panels of integers, `apart` bytes from each other.
 template <int kPanels>
-inline void multiply_row(const float* row, const unsigned char* weights, const packed::Layout& layout, simd::V (&totals)[kPanels]) {
+inline void multiply_row(const float* row, const unsigned char* weights, const packed::Layout& layout, int64_t apart,
+                         simd::V (&totals)[kPanels]) {
     const FlushToZero flush;
     for (int p = 0; p < kPanels; ++p) {
         totals[p] = simd::zero();
@@ -265,7 +266,7 @@ inline void multiply_row(const float* row, const unsigned char* weights, const p
             const simd::V first = simd::splat(row[2 * pair]), second = simd::splat(row[2 * pair + 1]);
 #pragma GCC unroll 4
             for (int p = 0; p < kPanels; ++p) {
-                const unsigned char* at = weights + p * layout.panel_bytes + pair * layout.pair_bytes;
+                const unsigned char* at = weights + p * apart + pair * layout.pair_bytes;
                 simd::prefetch(at + matmul::kPrefetchBytes / kPanels);
                 even[p] = simd::fma(first, simd::load_i8(at), even[p]);
                 odd[p] = simd::fma(second, simd::load_i8(at + layout.pair_bytes / 2), odd[p]);
@@ -278,12 +279,13 @@ inline void multiply_row(const float* row, const unsigned char* weights, const p
 }
 
 template <int kPanels>
-inline void finish_row(const numaserve_matmul& m, const packed::Layout& layout, const float* row, int64_t panel) {
+inline void finish_row(const numaserve_matmul& m, const packed::Layout& layout, const float* row, int64_t panel, int64_t apart) {
     simd::V totals[kPanels];
     const auto* data = static_cast<const unsigned char*>(m.weight.data);
-    multiply_row(row, data + panel * layout.panel_bytes, layout, totals);
+    multiply_row(row, data + panel * layout.panel_bytes, layout, apart * layout.panel_bytes, totals);
     for (int p = 0; p < kPanels; ++p) {
-        matmul::finish(m, totals[p], packed::panel_scales(m.weight, layout, panel + p), 0, panel + p);
+        const int64_t at = panel + p * apart;
+        matmul::finish(m, totals[p], packed::panel_scales(m.weight, layout, at), 0, at);
     }
 }
 
@@ -291,12 +293,13 @@ inline void run_single_row(const Team& team, const numaserve_matmul& m, const pa
     auto* row = reinterpret_cast<float*>(team.own);
     matmul::widen_rows(m.x, 0, {0, 1}, m.weight.columns, 2 * layout.pairs, row);
     const Range mine = numaserve::share(layout.panels, team.index, team.size);
-    int64_t panel = mine.begin;
-    for (; panel + 4 <= mine.end; panel += 4) {
-        finish_row<4>(m, layout, row, panel);
+    // Long streams from memory, as in the products of other numbers.
+    const int64_t apart = (mine.end - mine.begin) / 4;
+    for (int64_t i = 0; i < apart; ++i) {
+        finish_row<4>(m, layout, row, mine.begin + i, apart);
     }
-    for (; panel < mine.end; ++panel) {
-        finish_row<1>(m, layout, row, panel);
+    for (int64_t panel = mine.begin + 4 * apart; panel < mine.end; ++panel) {
+        finish_row<1>(m, layout, row, panel, 1);
     }
 }
 

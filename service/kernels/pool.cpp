@@ -119,6 +119,7 @@ struct numaserve_pool {
     pid_t process = 0;
     const numaserve::KernelTable* kernels = nullptr;
     Member* members = nullptr;
+    numaserve::ShareLine* lines = nullptr;
     int started = 1;
 
     Signal start;
@@ -132,7 +133,7 @@ struct numaserve_pool {
     size_t own_stride = 0;
 
     numaserve::Team team(int index) {
-        return {this, index, size, shared.data, own.data + own_stride * static_cast<size_t>(index)};
+        return {this, index, size, shared.data, own.data + own_stride * static_cast<size_t>(index), lines};
     }
 
     void gather() {
@@ -165,6 +166,15 @@ struct numaserve_pool {
 namespace numaserve {
 namespace {
 
+// A ShareLine's number: the round, then begin and end of what is left.
+uint64_t pack(uint8_t round, Range range) {
+    return static_cast<uint64_t>(round) << 56 | static_cast<uint64_t>(range.begin) << 28 | static_cast<uint64_t>(range.end);
+}
+
+Range unpack(uint64_t number) {
+    return {static_cast<int64_t>(number >> 28 & Shares::kMostUnits), static_cast<int64_t>(number & Shares::kMostUnits)};
+}
+
 void* thread_main(void* argument) {
     auto* member = static_cast<numaserve_pool::Member*>(argument);
     member->pool->serve(member->index);
@@ -193,6 +203,37 @@ Range share(int64_t count, int index, int size) {
     const int64_t more = count % size;
     const int64_t begin = index * least + (index < more ? index : more);
     return {begin, begin + least + (index < more ? 1 : 0)};
+}
+
+Shares::Shares(const Team& team, int64_t count) : team_(team), count_(count), round_(++team.lines[team.index].made) {}
+
+bool Shares::take(int64_t most, Range& units) {
+    for (int i = 0; i < team_.size; ++i) {
+        if (take_from((team_.index + i) % team_.size, most, units)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+bool Shares::take_from(int index, int64_t most, Range& units) {
+    std::atomic<uint64_t>& line = team_.lines[index].left;
+    uint64_t seen = line.load(std::memory_order_relaxed);
+    for (;;) {
+        // Whoever comes first begins a thread's part: its owner may not have come here yet.
+        const bool is_begun = (seen >> 56) == round_;
+        const Range left = is_begun ? unpack(seen) : share(count_, index, team_.size);
+        if (left.begin >= left.end) {
+            return false;
+        }
+        const int64_t taken = left.end - left.begin < most ? left.end - left.begin : most;
+        const bool is_own = index == team_.index;
+        units = is_own ? Range{left.begin, left.begin + taken} : Range{left.end - taken, left.end};
+        const Range rest = is_own ? Range{units.end, left.end} : Range{left.begin, units.begin};
+        if (line.compare_exchange_weak(seen, pack(round_, rest), std::memory_order_relaxed)) {
+            return true;
+        }
+    }
 }
 
 const KernelTable& kernels_of(const numaserve_pool* pool) { return *pool->kernels; }
@@ -244,9 +285,11 @@ numaserve_pool* numaserve_pool_create(const int* cpus, int threads, const char* 
     }
     auto* pool = new (std::nothrow) numaserve_pool;
     auto* members = new (std::nothrow) numaserve_pool::Member[static_cast<size_t>(threads)];
-    if (pool == nullptr || members == nullptr) {
+    auto* lines = new (std::nothrow) numaserve::ShareLine[static_cast<size_t>(threads)];
+    if (pool == nullptr || members == nullptr || lines == nullptr) {
         delete pool;
         delete[] members;
+        delete[] lines;
         numaserve::set_error("no memory for a thread pool");
         return nullptr;
     }
@@ -254,6 +297,7 @@ numaserve_pool* numaserve_pool_create(const int* cpus, int threads, const char* 
     pool->process = getpid();
     pool->kernels = kernels;
     pool->members = members;
+    pool->lines = lines;
     pool->caller_cpu = cpus == nullptr ? -1 : cpus[0];
     for (int i = 1; i < threads; ++i) {
         members[i] = {pool, i, {}};
@@ -285,6 +329,7 @@ void numaserve_pool_destroy(numaserve_pool* pool) {
     free(pool->shared.data);
     free(pool->own.data);
     delete[] pool->members;
+    delete[] pool->lines;
     delete pool;
 }
 

@@ -118,6 +118,24 @@ def test_rounded_inputs_give_right_products_in_any_number_of_rows(
         assert torch.equal(multiply(pool, x[:rows], packed), together[:rows])
 
 
+@pytest.mark.parametrize(("format", "group"), [("bfloat16", 0), ("int8", 0), ("int4", 32)])
+@pytest.mark.parametrize("rows", [2, 9, 250])
+def test_more_threads_than_cpus_share_large_products_out(
+    make_pool: Callable[[str, int], KernelPool],
+    random: torch.Generator,
+    isa: str,
+    format: str,
+    group: int,
+    rows: int,
+) -> None:
+    x = torch.randn(rows, 512, generator=random)
+    alone, many = make_pool(isa, 1), make_pool(isa, 16)
+    packed = alone.pack(torch.randn(2000, 512, generator=random), format, group=group)
+    expected = multiply(alone, x, packed)
+    for _ in range(5):
+        assert torch.equal(multiply(many, x, packed), expected)
+
+
 @pytest.mark.parametrize("threads", [1, 3, 7])
 def test_thread_count_changes_nothing_of_integer_products(
     make_pool: Callable[[str, int], KernelPool], random: torch.Generator, isa: str, threads: int
