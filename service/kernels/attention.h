@@ -8,6 +8,7 @@
 
 #include "attention_parts.h"
 #include "cache.h"
+#include "transpose.h"
 
 namespace {
 namespace attention {
