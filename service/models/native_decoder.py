@@ -67,11 +67,11 @@ class NativeDecoder:
     ) -> torch.Tensor:
         """As `forward`, but returns what the head would get of every row: the normalised last state [rows, hidden]."""
         step = self._prepare(batch, cache)
+        before_computing()
+        step.compute()
         hidden = step.hidden[: len(batch.token_ids)]
         out = torch.empty_like(hidden)
-        ending = step.ending_in([_normalise(self.config, self._weights, hidden, out)])
-        before_computing()
-        step.compute(ending)
+        self._pool.run(_normalise(self.config, self._weights, hidden, out))
         return out
 
     def _prepare(self, batch: ForwardBatch, cache: PagedKVCache) -> NativeStep:
